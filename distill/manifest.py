@@ -1,0 +1,279 @@
+"""Owns what a finished artifact is: manifest, fingerprint, the check of its bytes, comparing two.
+Refuses to know where artifacts live and how they come to be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from distill.errors import (
+    ArtifactCorruptError,
+    ArtifactError,
+    ArtifactMissingError,
+    ArtifactStaleError,
+)
+from distill.files import sha256_of
+
+logger = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+
+_MAX_LISTED = 6
+_MAX_VALUE_CHARS = 48
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One payload file: path relative to the artifact (posix), size, sha256 of its bytes."""
+
+    path: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What an artifact is, what it was made from and by what: the content of manifest.json.
+
+    ``inputs`` and ``revisions`` map names to fingerprints and revisions. ``code`` has version,
+    git_sha, dirty and code_version. ``started`` and ``finished`` are ISO 8601, UTC. ``metrics``
+    are the numbers that may differ between two equal builds.
+    """
+
+    schema_version: int
+    stage: str
+    fingerprint: str
+    config: dict[str, Any]
+    inputs: dict[str, str]
+    revisions: dict[str, str]
+    files: list[FileEntry]
+    code: dict[str, Any]
+    packages: dict[str, str]
+    hardware: dict[str, Any]
+    started: str
+    finished: str
+    metrics: dict[str, Any]
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The part of it that the fingerprint is taken over, as in ``ArtifactKey.parts``."""
+        return {
+            "stage": self.stage,
+            "code_version": self.code.get("code_version"),
+            "config": self.config,
+            "inputs": self.inputs,
+            "revisions": self.revisions,
+        }
+
+    def to_json(self) -> str:
+        """The text of manifest.json."""
+        return json.dumps(asdict(self), indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A finished directory and its manifest."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def stage(self) -> str:
+        """Name of the stage that built it."""
+        return self.manifest.stage
+
+    @property
+    def fingerprint(self) -> str:
+        """The full fingerprint, 64 hexadecimal digits."""
+        return self.manifest.fingerprint
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """What the build returned: numbers that may differ between two equal builds."""
+        return self.manifest.metrics
+
+    def file(self, name: str) -> Path:
+        """Path of a payload file, or of a payload folder, by its name in the manifest.
+
+        Raises:
+            ArtifactMissingError: the manifest lists neither; the message lists what it has.
+        """
+        names = [entry.path for entry in self.manifest.files]
+        if not any(path == name or path.startswith(f"{name}/") for path in names):
+            raise ArtifactMissingError(
+                f"{self.path}: no file {name!r} in this {self.stage!r} artifact. "
+                f"It has: {', '.join(names) or 'no files'}."
+            )
+        return self.path / name
+
+    def expect(self, stage: str) -> Artifact:
+        """Return self if ``stage`` built it.
+
+        Raises:
+            ArtifactError: another stage did; names both.
+        """
+        if self.stage != stage:
+            raise ArtifactError(
+                f"{self.path} was built by stage {self.stage!r}, but an artifact of stage "
+                f"{stage!r} is needed here. Pass the one of {stage!r}."
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class ArtifactKey:
+    """What a build is named by; ``parts`` is the content that was hashed."""
+
+    stage: str
+    fingerprint: str
+    parts: dict[str, Any]
+
+
+def fingerprint(parts: Mapping[str, Any]) -> str:
+    """sha256, in hexadecimal, of the canonical JSON of ``parts``.
+
+    Canonical: keys as JSON has them (strings) and sorted, no spaces, finite numbers only.
+    """
+    plain = json.loads(json.dumps(dict(parts), allow_nan=False))  # turns integer keys to strings
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read the manifest of an artifact directory.
+
+    Raises:
+        ArtifactMissingError: there is none.
+        ArtifactCorruptError: it is not the JSON of a manifest.
+        ArtifactStaleError: another schema version wrote it.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ArtifactMissingError(
+            f"{directory} has no {MANIFEST_NAME}, so it is not a finished artifact. "
+            f"Delete it, or rebuild it with --rerun and the name of its stage."
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ArtifactCorruptError(f"{path} is not JSON ({error}). {way_out(directory)}") from error
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ArtifactStaleError(
+            f"{path} has schema version {version}, this version of distill reads "
+            f"{SCHEMA_VERSION}. Use the version that wrote it, or: {way_out(directory)}"
+        )
+    names = {field.name for field in fields(Manifest)}
+    if set(content) != names:
+        odd = ", ".join(sorted(names ^ set(content)))
+        raise ArtifactCorruptError(
+            f"{path}: these entries are missing or unknown: {odd}. {way_out(directory)}"
+        )
+    content["files"] = [FileEntry(**entry) for entry in content["files"]]
+    return Manifest(**content)
+
+
+def verify(artifact: Artifact) -> None:
+    """Check the manifest against its own fingerprint, and every file against the manifest.
+
+    Raises:
+        ArtifactCorruptError: names the first file that differs and both sizes or hashes.
+    """
+    manifest, remedy = artifact.manifest, way_out(artifact.path)
+    if (found := fingerprint(manifest.parts)) != manifest.fingerprint:
+        raise ArtifactCorruptError(
+            f"{artifact.path / MANIFEST_NAME} was edited: what it lists has fingerprint "
+            f"{found}, but it says {manifest.fingerprint}. {remedy}"
+        )
+    for entry in manifest.files:
+        path = artifact.path / entry.path
+        if not path.is_file():
+            raise ArtifactCorruptError(f"{path} is missing. {remedy}")
+        if (num_bytes := path.stat().st_size) != entry.bytes:
+            raise ArtifactCorruptError(
+                f"{path} has {num_bytes} bytes, its manifest says {entry.bytes}. {remedy}"
+            )
+        if (found := sha256_of(path)) != entry.sha256:
+            raise ArtifactCorruptError(
+                f"{path} has sha256 {found}, its manifest says {entry.sha256}. {remedy}"
+            )
+
+
+def way_out(directory: Path) -> str:
+    """What to do about an unusable artifact; its folder is named after its stage."""
+    return f"Rebuild it with --rerun {directory.parent.name}, or delete {directory}."
+
+
+def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """The settings in which two sets of parts differ, each as "dotted.name old -> new"."""
+    before, after = _leaves(old), _leaves(new)
+    names = sorted(name for name in before.keys() | after.keys() if _differs(before, after, name))
+    return [f"{name} {_short(before, name)} -> {_short(after, name)}" for name in names]
+
+
+def listed(changes: list[str]) -> str:
+    """Changes as one readable line; a long list is cut and the rest counted."""
+    shown = ", ".join(changes[:_MAX_LISTED])
+    rest = len(changes) - _MAX_LISTED
+    return f"{shown} and {rest} more" if rest > 0 else shown
+
+
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics as JSON holds them: numpy scalars become numbers, tuples lists, NaN null.
+
+    Raises:
+        ArtifactError: a value JSON cannot hold; names it.
+    """
+    plain = _plain(metrics, "metrics")
+    assert isinstance(plain, dict)
+    return plain
+
+
+def _plain(value: Any, name: str) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{name}.{index}") for index, item in enumerate(value)]
+    if hasattr(value, "item") and not isinstance(value, str | bytes):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        logger.warning("%s is %s; written as null, JSON has no such number", name, value)
+        return None
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise ArtifactError(f"{name} is a {type(value).__name__}; a build returns JSON-able metrics.")
+
+
+def _leaves(value: Any, name: str = "") -> dict[str, Any]:
+    if isinstance(value, Mapping) and value:
+        items = [(str(key), item) for key, item in value.items()]
+    elif isinstance(value, list | tuple) and value:
+        items = [(str(index), item) for index, item in enumerate(value)]
+    else:
+        return {name: value}
+    leaves: dict[str, Any] = {}
+    for key, item in items:
+        leaves.update(_leaves(item, f"{name}.{key}" if name else key))
+    return leaves
+
+
+def _differs(before: dict[str, Any], after: dict[str, Any], name: str) -> bool:
+    if (name in before) != (name in after):
+        return True
+    # As JSON, not with ==: True equals 1 and 1 equals 1.0 in Python, but not in a fingerprint.
+    return json.dumps(before[name]) != json.dumps(after[name])
+
+
+def _short(leaves: dict[str, Any], name: str) -> str:
+    if name not in leaves:
+        return "(absent)"
+    text = json.dumps(leaves[name])
+    return text if len(text) <= _MAX_VALUE_CHARS else text[:_MAX_VALUE_CHARS] + "..."
