@@ -1,0 +1,128 @@
+"""Owns attention over ragged rows: the mask, and grouped heads without copying keys and values.
+Refuses to know where keys and values are kept. Registers itself with transformers on first use.
+
+Legend: B rows, S queries per row, L keys, H key/value heads, G query heads per key/value head,
+D width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_NAME = "distill_ragged"
+
+
+@contextmanager
+def attention_for(model: Any, config: Any) -> Iterator[bool]:
+    """Switch the model to :func:`ragged_attention` for one call, where that is the same maths.
+
+    Yields whether it was switched. Otherwise the model keeps its own attention: soft caps, sinks
+    and the like are not reproduced here.
+    """
+    before = config._attn_implementation
+    is_ours = (
+        bool(getattr(model, "_supports_sdpa", False))
+        and bool(getattr(model, "_supports_attention_backend", False))
+        and getattr(config, "attn_logit_softcapping", None) is None
+    )
+    if is_ours:
+        _register()
+    config._attn_implementation = _NAME if is_ours else "eager"
+    try:
+        yield is_ours
+    finally:
+        config._attn_implementation = before
+
+
+def ragged_mask(
+    positions_BS: Tensor,
+    length: int,
+    *,
+    common_start: int | None,
+    window: int | None,
+    group: int,
+    dtype: torch.dtype,
+    may_skip: bool,
+) -> Tensor | None:
+    """Additive mask [B, 1, G * S, L]: 0 where a query may look, -inf where not.
+
+    Args:
+        positions_BS: position of each query in its row; key j of a row has position j.
+        length: L, how many keys there are.
+        common_start: the first position when all rows agree, else None.
+        window: keys at a distance of ``window`` or more are hidden; None: no window.
+        group: G, query heads per key/value head; the mask repeats itself for each.
+        may_skip: return None where :func:`ragged_attention` needs no mask.
+    """
+    is_inside = window is None or length <= window
+    if (
+        may_skip
+        and is_inside
+        # One query per row and equally long rows: everything is visible. A fresh prompt: causal.
+        and (common_start == 0 or (common_start is not None and positions_BS.shape[1] == 1))
+    ):
+        return None
+    keys_L = torch.arange(length, device=positions_BS.device)
+    queries_BS1 = positions_BS.unsqueeze(-1)
+    is_hidden = keys_L > queries_BS1
+    if window is not None:
+        is_hidden |= keys_L <= queries_BS1 - window
+    mask = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device)
+    mask.masked_fill_(is_hidden, -torch.inf)
+    return mask.repeat(1, group, 1).unsqueeze(1)
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_NAME, ragged_attention)
+
+
+def ragged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention whose query heads share their key/value head without copying it.
+
+    The G query heads of a key/value head become G times as many queries of that head, which on a
+    CPU is several times faster than repeating keys and values, and than PyTorch's own
+    ``enable_gqa``.
+
+    Args:
+        query: [B, H * G, S, D]; key, value: [B, H, L, D].
+        attention_mask: additive [B, 1, G * S, L]; None for causal (S > 1) or full (S = 1).
+    """
+    assert dropout == 0.0
+    batch, num_heads, num_tokens, width = query.shape
+    group = num_heads // key.shape[1]
+    if attention_mask is None and num_tokens > 1:
+        output = F.scaled_dot_product_attention(
+            query,
+            key.repeat_interleave(group, dim=1) if group > 1 else key,
+            value.repeat_interleave(group, dim=1) if group > 1 else value,
+            is_causal=True,
+            scale=scaling,
+        )
+    else:
+        if attention_mask is not None and attention_mask.shape[2] != group * num_tokens:
+            attention_mask = attention_mask[:, :, :num_tokens].repeat(1, 1, group, 1)
+        output = F.scaled_dot_product_attention(
+            query.reshape(batch, key.shape[1], group * num_tokens, width),
+            key,
+            value,
+            attn_mask=attention_mask,
+            scale=scaling,
+        ).reshape(batch, num_heads, num_tokens, value.shape[-1])
+    return output.transpose(1, 2), None

@@ -1,0 +1,185 @@
+"""Owns what goes into and comes out of the decode loop: requests, updates, results, row state.
+Refuses to know how anything is decoded.
+
+Legend: T emitted tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from distill.errors import ConfigError, ContextLengthError, PairMismatchError, SamplingError
+from distill.runtime.commit import CommitRules, DecodeText, FinishReason, trim_at_stop_string
+from distill.runtime.stats import DecodeStats
+from distill.sampling import SamplingConfig
+
+
+@dataclass(frozen=True)
+class DecodeRequest:
+    """One prompt and how to answer it. ``num_draft_tokens`` None: the engine's own number."""
+
+    prompt_token_ids: Sequence[int]
+    max_new_tokens: int
+    sampling: SamplingConfig
+    seed: int
+    stop_token_ids: frozenset[int]
+    stop_strings: tuple[str, ...] = ()
+    num_draft_tokens: int | None = None
+    request_id: str = ""
+
+
+@dataclass(frozen=True)
+class RowUpdate:
+    """What one round added to one row; ``finish_reason`` is set in its last update."""
+
+    handle: int
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None
+
+
+@dataclass
+class DecodeResult:
+    """An answer.
+
+    token_ids: the stop token, or the token that completed a stop string, is the last one.
+    text: without special tokens, stop token and stop string; None when there is no tokenizer.
+    finish_reason: None for a row that was cancelled.
+    hidden_TD: final hidden state that PREDICTED each token; logsumexp_T: float32, of the raw
+        logits it gave. Both only when the engine keeps them.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    text: str | None
+    finish_reason: FinishReason | None
+    stats: DecodeStats
+    hidden_TD: Tensor | None = None
+    logsumexp_T: Tensor | None = None
+
+
+@dataclass
+class Row:
+    """One request in progress: its tokens and its ledger of (proposed, accepted, emitted)."""
+
+    handle: int
+    request: DecodeRequest
+    rules: CommitRules
+    token_ids: list[int]  # prompt and output
+    num_prompt_tokens: int
+    finish_reason: FinishReason | None = None
+    rounds: list[tuple[int, int, int]] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)
+    logsumexp: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, handle: int, request: DecodeRequest, max_length: int, decode_text: DecodeText | None
+    ) -> Row:
+        """Start a row from its request, for a context of ``max_length`` tokens."""
+        return cls(
+            handle=handle,
+            request=request,
+            rules=CommitRules(
+                max_new_tokens=request.max_new_tokens,
+                max_length=max_length,
+                stop_token_ids=request.stop_token_ids,
+                stop_strings=request.stop_strings,
+                decode_text=decode_text,
+            ),
+            token_ids=list(request.prompt_token_ids),
+            num_prompt_tokens=len(request.prompt_token_ids),
+        )
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt."""
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Everything emitted so far."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_emitted(self) -> int:
+        """How many tokens were emitted so far: the counter of the row's random numbers."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def result(self) -> DecodeResult:
+        """The answer so far."""
+        token_ids = self.output_token_ids
+        text = None
+        if self.rules.decode_text is not None:
+            is_stop = bool(token_ids) and token_ids[-1] in self.request.stop_token_ids
+            text = self.rules.decode_text(token_ids[:-1] if is_stop else token_ids)
+            text = trim_at_stop_string(text, self.request.stop_strings)
+        return DecodeResult(
+            request_id=self.request.request_id,
+            token_ids=token_ids,
+            text=text,
+            finish_reason=self.finish_reason,
+            stats=DecodeStats.from_rounds(self.rounds),
+            hidden_TD=torch.cat(self.hidden)[: len(token_ids)] if self.hidden else None,
+            logsumexp_T=torch.cat(self.logsumexp)[: len(token_ids)] if self.logsumexp else None,
+        )
+
+
+def check_request(
+    request: DecodeRequest,
+    *,
+    max_length: int,
+    vocabulary_size: int,
+    num_input_ids: int,
+    has_tokenizer: bool,
+) -> None:
+    """Refuse what could only fail in the middle of a round, where others share the batch.
+
+    Raises:
+        ContextLengthError: the prompt leaves no room for a single token.
+        PairMismatchError: a prompt token id is not in the target's vocabulary.
+        SamplingError: the settings exclude every token, or name ids that do not exist.
+        ConfigError: an empty prompt or budget, or stop strings without a tokenizer.
+    """
+    prompt = request.prompt_token_ids
+    sampling = request.sampling
+    if not len(prompt) or request.max_new_tokens < 1:
+        raise ConfigError(
+            f"A request needs at least one prompt token and one new token, found {len(prompt)} "
+            f"and {request.max_new_tokens}. Start empty prompts with a beginning-of-text token."
+        )
+    if request.num_draft_tokens is not None and request.num_draft_tokens < 0:
+        raise ConfigError(
+            f"num_draft_tokens is {request.num_draft_tokens}; it must be 0 (no drafts) or more."
+        )
+    if len(prompt) >= max_length:
+        raise ContextLengthError(
+            f"The prompt has {len(prompt)} tokens; the context holds {max_length} with at least "
+            "one new one. Shorten the prompt or raise max_length (up to the target's positions)."
+        )
+    if min(prompt) < 0 or max(prompt) >= num_input_ids:
+        raise PairMismatchError(
+            f"Prompt token ids go from {min(prompt)} to {max(prompt)}; the target has "
+            f"{num_input_ids} ids. Tokenize with the target's own tokenizer."
+        )
+    if request.stop_strings and not has_tokenizer:
+        raise ConfigError("Stop strings need a tokenizer. Give the engine the target's.")
+    if not all(request.stop_strings):
+        raise ConfigError("An empty stop string would stop everything. Leave it out.")
+    listed = {*sampling.logit_bias, *sampling.bad_token_ids}
+    if listed and max(listed) >= vocabulary_size:
+        raise SamplingError(
+            f"Token id {max(listed)} in logit_bias or bad_token_ids is outside the target's "
+            f"{vocabulary_size} ids. Use ids of the target's own tokenizer."
+        )
+    banned = set(sampling.bad_token_ids)
+    if sampling.min_tokens:
+        banned |= {i for i in request.stop_token_ids if i < vocabulary_size}
+    if len(banned) >= vocabulary_size:
+        raise SamplingError(
+            f"bad_token_ids and min_tokens exclude all {vocabulary_size} ids of the target. "
+            "Leave at least one."
+        )

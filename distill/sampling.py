@@ -1,0 +1,298 @@
+"""Owns the sampling settings and the probability primitives: logits -> probabilities -> tokens.
+Refuses to know models, caches, batches of requests, and whether anything is speculative.
+
+Legend: B rows, S positions, N flat rows, V vocabulary. p = target, q = draft (Leviathan et al.
+2023, arXiv 2211.17192). Every random number is an argument, so every function here is pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import NonNegativeInt
+from torch import Tensor
+
+from distill.config import Config, setting
+from distill.errors import SamplingError
+
+DRAFT_LANE, ACCEPT_LANE, RESIDUAL_LANE = 0, 1, 2
+"""Independent random streams of one request: draw a draft token, test it, replace it."""
+
+_BLOCK = 128  # the two-level searches below look at V / 128 block summaries, then at one block
+
+
+class SamplingConfig(Config):
+    """How one token is drawn. Applied in the order of the fields below, for target and draft alike.
+
+    ``logit_bias``, ``bad_token_ids`` and ``min_tokens`` edit logits; the penalties follow; then
+    temperature, top-k, top-p and min-p shape the distribution, each on what the one before left.
+    ``repetition_penalty`` (arXiv 1909.05858) looks at prompt and output, the additive
+    ``presence_penalty`` and ``frequency_penalty`` at the output only.
+    """
+
+    logit_bias: dict[NonNegativeInt, float] = setting({}, description="Added to the logits, by token id.")
+    bad_token_ids: tuple[NonNegativeInt, ...] = setting((), description="Token ids that never appear.")
+    min_tokens: int = setting(0, ge=0, description="No stop token before this many tokens.")
+    repetition_penalty: float = setting(1.0, gt=0.0, description="> 1 discourages seen tokens.")
+    presence_penalty: float = setting(0.0, description="Subtracted once per token seen in output.")
+    frequency_penalty: float = setting(0.0, description="Subtracted per occurrence in output.")
+    temperature: float = setting(1.0, ge=0.0, description="0 takes the most likely token.")
+    top_k: int = setting(0, ge=0, description="Keep the k most likely tokens; 0 keeps all.")
+    top_p: float = setting(1.0, gt=0.0, le=1.0, description="Keep the smallest set of this mass.")
+    min_p: float = setting(
+        0.0, ge=0.0, lt=1.0, description="Drop tokens below this share of the most likely one."
+    )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken, without any probability."""
+        return self.temperature == 0.0
+
+    @property
+    def has_logit_edits(self) -> bool:
+        """Whether logits depend on the row's history or on listed ids: see :func:`edit_logits`."""
+        return bool(
+            self.logit_bias
+            or self.bad_token_ids
+            or self.min_tokens
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+        )
+
+    @property
+    def shape_key(self) -> tuple[float, int, float, float]:
+        """Rows with equal keys share one call of :func:`logits_to_probs`."""
+        return (self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+def edit_logits(
+    logits_V: Tensor,
+    sampling: SamplingConfig,
+    *,
+    prompt_token_ids: Sequence[int],
+    output_token_ids: Sequence[int],
+    stop_token_ids: Iterable[int] = (),
+) -> Tensor:
+    """Apply bias, bans and penalties for ONE position, given everything that precedes it.
+
+    Args:
+        logits_V: one row; left as it is.
+        output_token_ids: what was generated before this position, drafted tokens included.
+        stop_token_ids: banned while fewer than ``min_tokens`` tokens are out.
+
+    Returns:
+        A new float32 row (float64 stays float64).
+
+    Raises:
+        SamplingError: nothing is left to draw, or a listed id lies outside the vocabulary.
+    """
+    row_V = logits_V.to(_at_least_float32(logits_V.dtype), copy=True)
+    size = row_V.shape[-1]
+    listed = [*sampling.logit_bias, *sampling.bad_token_ids]
+    if listed and max(listed) >= size:
+        raise SamplingError(
+            f"Token id {max(listed)} in logit_bias or bad_token_ids is outside the vocabulary "
+            f"of {size} ids. Use ids of the target's own tokenizer."
+        )
+    if sampling.logit_bias:
+        ids = torch.tensor(list(sampling.logit_bias), device=row_V.device)
+        bias = torch.tensor(list(sampling.logit_bias.values()), dtype=row_V.dtype)
+        row_V[ids] += bias.to(row_V.device)
+    banned = list(sampling.bad_token_ids)
+    if len(output_token_ids) < sampling.min_tokens:
+        banned.extend(i for i in stop_token_ids if i < size)
+    if banned:
+        row_V[torch.tensor(banned, device=row_V.device)] = -torch.inf
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.tensor([*prompt_token_ids, *output_token_ids], device=row_V.device).unique()
+        seen = seen[seen < size]
+        old = row_V[seen]
+        penalty = sampling.repetition_penalty
+        row_V[seen] = torch.where(old > 0, old / penalty, old * penalty)
+    if (sampling.presence_penalty or sampling.frequency_penalty) and len(output_token_ids):
+        ids, counts = torch.tensor(list(output_token_ids), device=row_V.device).unique(
+            return_counts=True
+        )
+        counts, ids = counts[ids < size], ids[ids < size]
+        row_V[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+    if not bool(torch.isfinite(row_V.max())):
+        raise SamplingError(
+            "No token is left to draw: bad_token_ids, logit_bias and min_tokens together exclude "
+            "the whole vocabulary. Remove one of them."
+        )
+    return row_V
+
+
+def logits_to_probs(logits_BSV: Tensor, sampling: SamplingConfig) -> Tensor:
+    """Return the distribution that is drawn from, float32 (float64 stays), any leading shape.
+
+    Temperature 0 gives the one-hot of the argmax. Ties at the top-k border are all kept, so the
+    result does not depend on a sort's order. Logits may hold -inf, never NaN.
+    """
+    if sampling.is_greedy:
+        winner = argmax_last(logits_BSV)
+        zeros = torch.zeros(
+            logits_BSV.shape, dtype=_at_least_float32(logits_BSV.dtype), device=logits_BSV.device
+        )
+        return zeros.scatter_(-1, winner.unsqueeze(-1), 1.0)
+    # Convert first: the CPU softmax that converts on the fly is several times slower.
+    scores = logits_BSV.to(_at_least_float32(logits_BSV.dtype))
+    if sampling.temperature != 1.0:
+        scores = scores / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        floor = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
+        scores = scores.masked_fill(scores < floor, -torch.inf)
+    probs = scores.softmax(dim=-1)
+    if sampling.top_p < 1.0:
+        probs = _keep_top_p(probs, sampling.top_p)
+    if sampling.min_p > 0.0:
+        floor = sampling.min_p * probs.amax(dim=-1, keepdim=True)
+        probs = probs.masked_fill(probs < floor, 0.0)
+        probs = probs / probs.sum(dim=-1, keepdim=True)
+    return probs
+
+
+def probs_by_row(logits_NV: Tensor, samplings: Sequence[SamplingConfig]) -> Tensor:
+    """:func:`logits_to_probs` with each row's own settings; one call per distinct setting."""
+    groups: dict[tuple[float, int, float, float], list[int]] = {}
+    for row, sampling in enumerate(samplings):
+        groups.setdefault(sampling.shape_key, []).append(row)
+    if len(groups) == 1:
+        return logits_to_probs(logits_NV, samplings[0])
+    probs_NV = torch.empty(
+        logits_NV.shape, dtype=_at_least_float32(logits_NV.dtype), device=logits_NV.device
+    )
+    for rows in groups.values():
+        index = torch.tensor(rows, device=logits_NV.device)
+        probs_NV[index] = logits_to_probs(logits_NV[index], samplings[rows[0]])
+    return probs_NV
+
+
+def _keep_top_p(probs: Tensor, top_p: float) -> Tensor:
+    """Zero all but the smallest set of most likely tokens with mass >= top_p; renormalise."""
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    mass_before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
+    dropped = torch.zeros_like(probs, dtype=torch.bool).scatter_(-1, order, mass_before >= top_p)
+    kept = probs.masked_fill(dropped, 0.0)
+    return kept / kept.sum(dim=-1, keepdim=True)
+
+
+def argmax_last(logits: Tensor) -> Tensor:
+    """Return the first index of the maximum over the last dimension, for any leading shape.
+
+    Same answer as ``argmax``, by block maxima: the CPU ``argmax`` of bfloat16 is not vectorised
+    and would cost as much as a tenth of a decoding step at 64 rows of 49k.
+    """
+    size = logits.shape[-1]
+    if size < 16 * _BLOCK or logits.device.type != "cpu":
+        return logits.argmax(dim=-1)
+    blocks = size // _BLOCK
+    rows_NV = logits.reshape(-1, size)
+    peaks = rows_NV[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK)).amax(dim=-1)
+    if blocks * _BLOCK < size:
+        rest = rows_NV[:, blocks * _BLOCK :].amax(dim=-1, keepdim=True)
+        peaks = torch.cat((peaks, rest), dim=1)
+    ids = _block_ids(peaks.argmax(dim=-1), size)
+    inside = rows_NV.gather(1, ids).argmax(dim=-1, keepdim=True)
+    return ids.gather(1, inside).reshape(logits.shape[:-1])
+
+
+def sample(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    """Draw one token per row by inverting its cumulative distribution.
+
+    Args:
+        probs_BV: non-negative weights; they need not sum to one.
+        uniforms_B: float64 in the OPEN interval (0, 1), see :func:`uniforms`.
+
+    Returns:
+        tokens_B: the first id whose cumulative weight reaches ``u * total``, hence never an id of
+        weight zero. Piecewise constant in u, so a test can enumerate it.
+    """
+    size = probs_BV.shape[-1]
+    u_B1 = uniforms_B.to(device=probs_BV.device, dtype=torch.float64).unsqueeze(-1)
+    blocks = size // _BLOCK
+    if blocks < 16:
+        cumulative = probs_BV.cumsum(dim=-1, dtype=torch.float64)
+        return torch.searchsorted(cumulative, u_B1 * cumulative[:, -1:]).squeeze(-1)
+    # One pass over V for the block sums, then a search among blocks and one inside the block.
+    sums = probs_BV[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK)).sum(dim=-1)
+    if blocks * _BLOCK < size:
+        rest = probs_BV[:, blocks * _BLOCK :].sum(dim=-1, keepdim=True)
+        sums = torch.cat((sums, rest), dim=1)
+    cumulative = sums.cumsum(dim=-1, dtype=torch.float64)
+    level_B1 = u_B1 * cumulative[:, -1:]
+    block_B1 = torch.searchsorted(cumulative, level_B1)
+    before_B1 = cumulative.gather(1, block_B1) - sums.gather(1, block_B1).double()
+    ids = _block_ids(block_B1.squeeze(-1), size)
+    is_real = ids.diff(dim=-1, prepend=ids[:, :1] - 1) > 0  # the last block may be short
+    inside = probs_BV.gather(1, ids).double().mul_(is_real).cumsum(dim=-1)
+    # The block's sum was rounded differently: keep the level inside what the block really holds.
+    tiny = torch.finfo(torch.float64).tiny
+    level_B1 = (level_B1 - before_B1).clamp_min(tiny).minimum(inside[:, -1:])
+    return ids.gather(1, torch.searchsorted(inside, level_B1)).squeeze(-1)
+
+
+def _block_ids(block_B: Tensor, size: int) -> Tensor:
+    """Token ids of one block per row, [B, _BLOCK]; past the end the last id is repeated."""
+    offsets = torch.arange(_BLOCK, device=block_B.device)
+    return (block_B.unsqueeze(-1) * _BLOCK + offsets).clamp_max(size - 1)
+
+
+def overlap(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """sum_v min(p, q) = 1 - TV(p, q): the chance that a draft is accepted (Leviathan 3.4)."""
+    return torch.minimum(target_probs, draft_probs).sum(dim=-1)
+
+
+def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """max(0, p - q), normalised: what a rejected token is replaced from (Leviathan et al. 2.3).
+
+    Where p == q up to rounding nothing is left; p itself is the limit, so p is returned.
+    """
+    rest = (target_probs - draft_probs).clamp_min_(0.0)
+    total = rest.sum(dim=-1, keepdim=True)
+    return torch.where(total > 0, rest / total, target_probs)
+
+
+def uniforms(seeds: Any, counters: Any, lane: int) -> Tensor:
+    """Return float64 random numbers in the OPEN interval (0, 1), one per (seed, counter, lane).
+
+    A counter-based generator (three rounds of the splitmix64 finaliser): a row's randomness never
+    depends on its batch or on what was drawn before, and nothing has to be rolled back. Open,
+    because u = 0 would accept a token of target probability 0 and u = 1 fall off the distribution.
+
+    Args:
+        seeds: integers of any size and sign (taken modulo 2**64), broadcast against counters.
+        counters: non-negative integers, e.g. how many tokens the row has emitted.
+    """
+    key, count = np.asarray(_modulo_64(seeds)), np.asarray(_modulo_64(counters))
+    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is the point
+        keyed = _mix(key + _GOLDEN) ^ (count * _GOLDEN + _ODD)
+        bits = _mix(_mix(keyed) ^ np.uint64(lane * 2 + 1))
+    return torch.from_numpy(np.atleast_1d(((bits >> np.uint64(12)) + 0.5) * 2.0**-52))
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ODD = np.uint64(0xD1B54A32D192ED03)
+
+
+def _modulo_64(values: Any) -> Any:
+    if isinstance(values, Tensor | np.ndarray):
+        return np.asarray(values).astype(np.int64).view(np.uint64)
+    if isinstance(values, int):
+        return np.uint64(values & 0xFFFFFFFFFFFFFFFF)
+    return np.stack([_modulo_64(value) for value in values])
+
+
+def _mix(bits: Any) -> Any:
+    """The splitmix64 finaliser (Steele et al. 2014): every input bit reaches every output bit."""
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
