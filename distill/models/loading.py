@@ -1,0 +1,192 @@
+"""Reading models into memory: target, draft, tokenizer. Every weight enters here (or gguf.py).
+
+Refuses to know what a model is used for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distill.artifacts import Artifact
+from distill.errors import ConfigError, ModelNotFoundError
+from distill.models import sources
+from distill.models.config import Dtype, ModelConfig, ModelShape, check_shape, shape_of
+from distill.models.resolve import ResolvedModel, resolve_model
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass
+class LoadedModel:
+    """A model in memory with its tokenizer. Evaluation mode; gradients are the caller's choice."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    resolved: ResolvedModel
+    shape: ModelShape
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        dtype: torch.dtype = self.model.dtype
+        return dtype
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """Every id that ends a text: the generation config's, the model's and the tokenizer's."""
+        return stop_token_ids(self.model, self.tokenizer)
+
+
+def load_target(config: ModelConfig) -> LoadedModel:
+    """Load a target: evaluation mode, no gradients, tokenizer beside it.
+
+    Raises:
+        ModelNotFoundError: nowhere to be found, or the weights file lacks a weight.
+        ConfigError: ``config.shape`` is not the model's, or the device is not here.
+    """
+    loaded = _load(config, resolve_model(config))
+    loaded.model.requires_grad_(False)
+    return loaded
+
+
+def load_draft(
+    source: Artifact | Path | str, *, dtype: Dtype = "auto", device: str = "auto"
+) -> LoadedModel:
+    """Load a draft from a model directory, or from an artifact that holds one in ``draft/``.
+
+    Raises:
+        ModelNotFoundError: no model there, or the weights file lacks a weight.
+    """
+    path = source.path if isinstance(source, Artifact) else Path(source)
+    path = sources.model_directory(path)
+    config = ModelConfig(model=str(path.absolute()), dtype=dtype, device=device)
+    return _load(config, resolve_model(config))
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer alone; of a hub model no weights are downloaded."""
+    reference = sources.parse_reference(config.model)
+    if reference.kind == "hub":
+        path = sources.hub_snapshot(
+            reference.name, reference.revision, with_code=config.trust_remote_code, weights=False
+        )
+    else:
+        path = resolve_model(config).path
+    return _tokenizer_at(path, config.trust_remote_code)
+
+
+def _tokenizer_at(path: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        with sources.quiet():
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                str(path), trust_remote_code=trust_remote_code
+            )
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(
+            f"no usable tokenizer in {path} ({str(error).splitlines()[0]}); copy the tokenizer "
+            "files of the model there (tokenizer.json, tokenizer_config.json)"
+        ) from error
+    return tokenizer
+
+
+def _load(config: ModelConfig, resolved: ResolvedModel) -> LoadedModel:
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    device = pick_device(config.device)
+    dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+    try:
+        with sources.quiet():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                str(resolved.path),
+                dtype=dtype,
+                trust_remote_code=config.trust_remote_code,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelNotFoundError(
+            f"transformers cannot load {config.model!r} from {resolved.path}: {error}"
+        ) from error
+    if missing := sorted(info["missing_keys"]):
+        raise ModelNotFoundError(
+            f"the weights in {resolved.path} lack {len(missing)} tensors ({', '.join(missing[:3])}"
+            ", ...); they would be random numbers. Fetch or save the model again"
+        )
+    shape = check_shape(config, shape_of(model.config))
+    tokenizer = _tokenizer_at(resolved.path, config.trust_remote_code)
+    return LoadedModel(model.to(device).eval(), tokenizer, resolved, shape)
+
+
+def pick_device(device: str) -> torch.device:
+    """``"auto"``: the first accelerator, else the CPU.
+
+    Raises:
+        ConfigError: the device named is not on this machine.
+    """
+    import torch
+
+    if device == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"device {device!r} cannot be used here ({str(error).splitlines()[0]}); "
+            'write "auto" or "cpu"'
+        ) from error
+
+
+# ---------------------------------------------------------------- what a loaded model says
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every id that ends a text.
+
+    A base model and its chat model often differ here (a chat template ends a turn with its own
+    token), and a draft trained to the wrong one never stops; hence the union of three places.
+    """
+    found: list[int | list[int] | None] = [
+        getattr(getattr(model, "generation_config", None), "eos_token_id", None),
+        getattr(model.config.get_text_config(), "eos_token_id", None),
+        tokenizer.eos_token_id,
+    ]
+    ids: set[int] = set()
+    for entry in found:
+        ids.update(entry if isinstance(entry, (list, tuple)) else [] if entry is None else [entry])
+    return frozenset(ids)
+
+
+def logits_from_hidden(model: PreTrainedModel, hidden_ND: torch.Tensor) -> torch.Tensor:
+    """``logits_NV`` from final hidden states, as the model's own forward computes them.
+
+    ``hidden_ND`` is what the output head receives (after the final norm). Scalings by family:
+    Gemma caps with ``final_logit_softcapping``, Granite divides by ``logits_scaling``, Cohere
+    multiplies by ``logit_scale``.
+    """
+    head = model.get_output_embeddings()
+    assert head is not None, "a causal language model has an output head"
+    config = model.config.get_text_config()
+    logits_NV: torch.Tensor = head(hidden_ND.to(head.weight.dtype))
+    if (scale := getattr(config, "logit_scale", None)) is not None:
+        logits_NV = logits_NV * scale
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:
+        logits_NV = logits_NV / divisor
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+        logits_NV = cap * (logits_NV / cap).tanh()
+    return logits_NV
