@@ -1,0 +1,27 @@
+"""Owns how a draft starts: from an existing model, from the target's own layers, or from scratch.
+
+Refuses to know how it is trained afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import pydantic
+
+from distill.initialization.base import initialize
+from distill.initialization.existing import ExistingConfig
+from distill.initialization.pruned import PrunedConfig
+from distill.initialization.scratch import ScratchConfig
+
+InitializationConfig = Annotated[
+    ExistingConfig | PrunedConfig | ScratchConfig, pydantic.Field(discriminator="kind")
+]
+
+__all__ = [
+    "ExistingConfig",
+    "InitializationConfig",
+    "PrunedConfig",
+    "ScratchConfig",
+    "initialize",
+]
