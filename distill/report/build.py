@@ -1,0 +1,150 @@
+"""Owns the content of report.json: artifacts in, one JSON-able dictionary out.
+
+Refuses to know how it is shown: no HTML, no plot, no rounding.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from distill.artifacts import Artifact
+from distill.errors import ArtifactError
+from distill.metrics.verdict import DISTILLED, UNDISTILLED
+
+SCHEMA_VERSION = 1
+
+DEFINITIONS = {
+    "acceptance_rate": "Draft tokens accepted / TESTED, counted while decoding (alpha). Tokens "
+    "after the first rejection of a block were never tested.",
+    "analytic_acceptance_rate": "The same quantity without sampling noise: the mean over "
+    "positions of the target's own text of sum_v min(p, q) = 1 - TV(p, q).",
+    "draft_acceptance_rate": "Draft tokens accepted / PROPOSED. Lower than the acceptance rate by "
+    "construction; what other tools often print under that name.",
+    "block_efficiency": "Tokens emitted per target call (tau), the correction or bonus token "
+    "included: 1 for plain decoding, at most the number of draft tokens + 1.",
+    "acceptance_by_position": "Probability that the i-th draft token of a block is accepted, "
+    "unconditional.",
+    "draft_cost_ratio": "Time of one draft step / time of one plain target step (c).",
+    "verify_cost_ratio": "Time of the target on n tokens / on one (v).",
+    "predicted_speedup": "Tokens per target call / (K c + v(K + 1)), from the measured acceptance "
+    "by position and the measured costs.",
+    "speedup": "Tokens per second over the same engine decoding without a draft, batch 1, "
+    "interleaved runs.",
+    "efficiency": "Measured / predicted speedup: what the decoding loop loses.",
+    "interval": "95% percentile bootstrap over prompts.",
+}
+
+
+def build_report(name: str, artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
+    """Gather a run's artifacts (``generate``, ``distill``, ``measure``, others welcome).
+
+    Raises:
+        ArtifactError: no ``measure`` artifact among them, or one filed under the wrong name.
+        ArtifactMissingError: the measure artifact has no acceptance.json.
+    """
+    if "measure" not in artifacts:
+        raise ArtifactError(
+            f"A report needs a 'measure' artifact; got: {', '.join(artifacts) or 'none'}. "
+            "Run the measure stage first."
+        )
+    for stage, artifact in artifacts.items():
+        artifact.expect(stage)
+    measure = artifacts["measure"]
+    acceptance = json.loads(measure.file("acceptance.json").read_text(encoding="utf-8"))
+    timing = measure.metrics.get("timing", {})
+    manifest = measure.manifest
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "name": name,
+        "measured": manifest.finished,
+        "target": _target(measure),
+        "verdict": measure.metrics["verdict"],
+        "summary": _summary(acceptance, timing),
+        "num_draft_tokens": acceptance["num_draft_tokens"],
+        "temperatures": acceptance["temperatures"],
+        "drafts": acceptance["drafts"],
+        "cells": acceptance["cells"],
+        "differences": acceptance["differences"],
+        "lossless": acceptance["lossless"],
+        "timing": timing,
+        "training": _training(artifacts.get("distill")),
+        "data": dict(artifacts["generate"].metrics) if "generate" in artifacts else {},
+        "artifacts": {
+            stage: {"path": str(a.path), "fingerprint": a.fingerprint}
+            for stage, a in artifacts.items()
+        },
+        "provenance": {
+            "code": manifest.code,
+            "packages": manifest.packages,
+            "hardware": manifest.hardware,
+        },
+        "definitions": DEFINITIONS,
+    }
+
+
+def _target(measure: Artifact) -> dict[str, Any]:
+    config = measure.manifest.config.get("target", {})
+    return {
+        "model": config.get("model"),
+        "dtype": config.get("dtype"),
+        "revision": measure.manifest.revisions.get("target"),
+    }
+
+
+def _summary(acceptance: Mapping[str, Any], timing: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One row per temperature: before, after, predicted and measured."""
+    rows = []
+    for temperature in acceptance["temperatures"]:
+        after = _pooled(acceptance["cells"], DISTILLED, temperature)
+        before = _pooled(acceptance["cells"], UNDISTILLED, temperature)
+        difference = next(
+            (
+                row
+                for row in acceptance["differences"]
+                if row["temperature"] == temperature and row["task"] is None
+            ),
+            None,
+        )
+        runs = [r for r in timing.get("runs", []) if r["temperature"] == temperature]
+        ours = next((r for r in runs if r["draft"] == DISTILLED), None)
+        rivals = [r for r in runs if r["draft"] != DISTILLED]
+        rows.append(
+            {
+                "temperature": temperature,
+                **{
+                    metric: {
+                        "before": before and before[metric],
+                        "after": after and after[metric],
+                        "difference": difference and difference[metric],
+                    }
+                    for metric in (
+                        "analytic_acceptance_rate",
+                        "acceptance_rate",
+                        "block_efficiency",
+                    )
+                },
+                "timed": ours,
+                "strongest_rival": max(rivals, key=lambda r: r["speedup"]["value"], default=None),
+            }
+        )
+    return rows
+
+
+def _pooled(cells: list[dict[str, Any]], draft: str, temperature: float) -> dict[str, Any] | None:
+    for cell in cells:
+        if (cell["draft"], cell["temperature"], cell["task"]) == (draft, temperature, None):
+            return cell
+    return None
+
+
+def _training(distill: Artifact | None) -> dict[str, Any]:
+    if distill is None:
+        return {"settings": {}, "metrics": {}, "log": []}
+    listed = {entry.path for entry in distill.manifest.files}
+    log: list[dict[str, Any]] = []
+    if "training_log.jsonl" in listed:
+        text = distill.file("training_log.jsonl").read_text(encoding="utf-8")
+        log = [json.loads(line) for line in text.splitlines() if line.strip()]
+    return {"settings": distill.manifest.config, "metrics": distill.metrics, "log": log}

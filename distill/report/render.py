@@ -1,0 +1,195 @@
+"""Owns how a report is shown: a self-contained HTML page, report.json, a table for the terminal.
+
+Refuses to know where the numbers come from; it formats what build.py gathered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+from markupsafe import Markup
+
+from distill.artifacts import atomic_write
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MISSING = "–"
+
+
+def write_report(directory: Path, report: Mapping[str, Any]) -> list[Path]:
+    """Write report.json and report.html (no external file, no network); returns their paths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = [directory / "report.json", directory / "report.html"]
+    atomic_write(paths[0], json.dumps(report, indent=2, sort_keys=True) + "\n")
+    atomic_write(paths[1], render_html(report))
+    return paths
+
+
+def render_html(report: Mapping[str, Any]) -> str:
+    """The page as one string. Everything that comes from a run is escaped."""
+    # Imported here because matplotlib is slow to import and the terminal table does without it.
+    from distill.report import plots
+
+    drawings = {
+        "task": plots.acceptance_by_task(report),
+        "position": plots.acceptance_by_position(report),
+        "depth": plots.speedup_by_depth(report),
+        "training": plots.training_curve(training_points(report)),
+    }
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        **_FORMATS,
+        "estimate_value": estimate_value,
+        "estimate_range": estimate_range,
+        "range": spread_range,
+        "scalars": scalars,
+    }
+    source = resources.files("distill").joinpath("templates/report.html.j2")
+    template = environment.from_string(source.read_text(encoding="utf-8"))
+    # The SVG is markup of our own making; its only text from a run is escaped by matplotlib.
+    svg = {name: Markup(text) if text else None for name, text in drawings.items()}
+    return template.render(report=report, plots=svg, labels=plots.LABELS)
+
+
+def report_table(report: Mapping[str, Any]) -> Table:
+    """The report on one terminal screen."""
+    from rich.table import Table
+    from rich.text import Text
+
+    verdict = report["verdict"]
+    title = Text(f"{report['name']}: {headline(verdict)}")
+    title.stylize("bold green" if verdict["ship"] else "bold red")
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    table.add_column("", no_wrap=True)
+    for row in report["summary"]:
+        table.add_column(f"temperature {row['temperature']:g}", justify="right", no_wrap=True)
+    for label, cells in summary_lines(report["summary"]):
+        table.add_row(label, *cells)
+    notes = [f"why: {reason}" for reason in verdict["reasons"]]
+    notes += [f"{stage}: {artifact['path']}" for stage, artifact in report["artifacts"].items()]
+    table.caption = Text("\n".join(notes), overflow="fold")
+    return table
+
+
+def summary_lines(summary: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Label and one text per temperature, for the lines of the terminal table."""
+    lines: list[tuple[str, list[str]]] = []
+    for metric, label, unit in (
+        ("analytic_acceptance_rate", "acceptance rate, analytic", "percent"),
+        ("acceptance_rate", "acceptance rate, decoded", "percent"),
+        ("block_efficiency", "block efficiency", "number"),
+    ):
+        for moment in ("before", "after"):
+            texts = [estimate(row[metric][moment], unit) for row in summary]
+            lines.append((f"{label}, {moment}", texts))
+    timed = [row["timed"] or {} for row in summary]
+    depths = [str(run.get("num_draft_tokens", MISSING)) for run in timed]
+    rivals = [row["strongest_rival"] for row in summary]
+    return [
+        *lines,
+        ("num_draft_tokens", depths),
+        ("predicted speedup", [times(run.get("predicted_speedup")) for run in timed]),
+        ("measured speedup", [estimate(run.get("speedup"), "times") for run in timed]),
+        ("measured / predicted", [percent(run.get("efficiency")) for run in timed]),
+        (
+            "strongest rival",
+            [f"{r['draft']} {times(r['speedup']['value'])}" if r else MISSING for r in rivals],
+        ),
+    ]
+
+
+def headline(verdict: Mapping[str, Any]) -> str:
+    """The verdict in words."""
+    return "ship" if verdict["ship"] else "do not ship"
+
+
+def training_points(report: Mapping[str, Any]) -> list[tuple[int, float, float]]:
+    """(step, held-out acceptance at temperature 1, at temperature 0) from the training log."""
+    scored = [
+        (row["step"], row["held_out"]) for row in report["training"]["log"] if "held_out" in row
+    ]
+    return [(step, score["acceptance"], score["greedy_agreement"]) for step, score in scored]
+
+
+def percent(value: float | None) -> str:
+    """0.7312 -> 73.1%"""
+    return MISSING if value is None else f"{100 * value:.1f}%"
+
+
+def points(value: float | None) -> str:
+    """A difference of two rates, in percentage points with its sign."""
+    return MISSING if value is None else f"{100 * value:+.1f}"
+
+
+def number(value: float | None) -> str:
+    """Two decimals."""
+    return MISSING if value is None else f"{value:.2f}"
+
+
+def times(value: float | None) -> str:
+    """A speedup."""
+    return MISSING if value is None else f"{value:.2f}x"
+
+
+def change(value: float | None) -> str:
+    """A difference with its sign."""
+    return MISSING if value is None else f"{value:+.2f}"
+
+
+_FORMATS: dict[str, Callable[[float | None], str]] = {
+    "percent": percent,
+    "points": points,
+    "number": number,
+    "times": times,
+    "change": change,
+}
+
+
+def estimate(value: Mapping[str, Any] | None, unit: str = "percent") -> str:
+    """A value and its interval: 73.1% [70.2, 75.9]; the unit is written once."""
+    if value is None or value["value"] is None:
+        return MISSING
+    text = estimate_value(value, unit)
+    return text if value["low"] is None else f"{text} [{estimate_range(value, unit, ', ')}]"
+
+
+def estimate_range(value: Mapping[str, Any], unit: str = "percent", to: str = " to ") -> str:
+    """The interval alone, without the unit: 70.2 to 75.9"""
+    return to.join(_FORMATS[unit](value[end]).rstrip("%x") for end in ("low", "high"))
+
+
+def estimate_value(value: Mapping[str, Any] | None, unit: str = "percent") -> str:
+    """The value alone."""
+    return _FORMATS[unit](None if value is None else value["value"])
+
+
+def spread_range(value: Mapping[str, Any]) -> str:
+    """The range of a timing: 20.9 to 21.8"""
+    return f"{value['minimum']:.1f} to {value['maximum']:.1f}"
+
+
+def scalars(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Dotted name and text of every scalar in a nested mapping; short lists are joined."""
+    rows: list[tuple[str, str]] = []
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            rows += scalars(value, f"{name}.")
+        elif isinstance(value, (list, tuple)):
+            if value and not any(isinstance(item, (Mapping, list, tuple)) for item in value):
+                rows.append((name, ", ".join(str(item) for item in value[:12])))
+            else:
+                for index, item in enumerate(value[:12]):
+                    if isinstance(item, Mapping):
+                        rows += scalars(item, f"{name}[{index}].")
+        elif value is not None:
+            rows.append((name, f"{value:.6g}" if isinstance(value, float) else str(value)))
+    return rows

@@ -1,0 +1,318 @@
+"""Owns measured speed: step costs, the plan that follows, plain against speculative decoding.
+
+Refuses to know acceptance tables' origin and the verdict; its numbers change from run to run.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from distill.config import Config, setting
+from distill.metrics import intervals, planner, timing
+from distill.metrics.verdict import DISTILLED
+from distill.models import LoadedModel
+from distill.runtime.cache import RaggedCache, forward, prefill
+from distill.runtime.decode import DecodeRequest, DecodeResult, decode_batch
+from distill.runtime.stats import DecodeStats
+from distill.sampling import SamplingConfig
+from distill.stages.measure_runs import (
+    PLAIN,
+    Contestant,
+    HeldOutPrompt,
+    make_engine,
+    request_of,
+)
+
+DraftAt = tuple[str, float]
+"""A draft's name and a temperature."""
+
+_COST_DRAFT_TOKENS = 4
+_WIDTHS = (1, 2, 3, 4, 5, 7, 9, 12, 16)
+
+
+class TimingConfig(Config):
+    """How speed is measured: batch 1, interleaved with plain decoding in the same engine."""
+
+    enabled: bool = setting(True, description="false: no speed, and so no verdict to ship")
+    num_prompts: int = setting(4, ge=1, description="spread over the lengths of the prompts")
+    max_new_tokens: int = setting(64, ge=1)
+    repeats: int = setting(3, ge=1, description="passes per contestant, interleaved")
+    cost_repeats: int = setting(15, ge=1, description="timings of each single step")
+    max_draft_tokens: int = setting(8, ge=1, description="the deepest K the planner may choose")
+    baselines: bool = setting(True, description="time the other drafts too, not the distilled only")
+
+
+def time_pair(
+    target: LoadedModel,
+    contestants: Sequence[Contestant],
+    prompts: Sequence[HeldOutPrompt],
+    cells: Sequence[Mapping[str, Any]],
+    *,
+    temperatures: Sequence[float],
+    config: TimingConfig,
+    seed: int,
+) -> dict[str, Any]:
+    """Measure costs, choose K for each draft and temperature, and time it there.
+
+    A draft whose best K is 0 is timed at K = 1 all the same: "do not use it" needs evidence too.
+
+    Returns conditions, target_step_ms, verify_cost_ratio, draft_costs, plans (the predicted curve
+    of each draft and temperature) and runs (what was timed). Everything is JSON-able.
+    """
+    timed = [c for c in contestants if config.baselines or c.name == DISTILLED]
+    chosen = _spread_out(prompts, config.num_prompts)
+    costs = _step_costs(target, timed, chosen, temperatures, config)
+    plans, runs = [], []
+    for temperature in temperatures:
+        here = [
+            _plan(c.name, temperature, _pooled(cells, c.name, temperature), costs, config)
+            for c in timed
+        ]
+        plans += here
+        runs += _time_drafts(target, timed, here, chosen, temperature, config, seed)
+    return {
+        "conditions": timing.conditions(target.device, target.dtype) | {"batch_size": 1},
+        "num_prompts": len(chosen),
+        "max_new_tokens": config.max_new_tokens,
+        "repeats": config.repeats,
+        "target_step_ms": costs.target_step_ms.to_dict(),
+        "verify_cost_ratio": {str(n): v for n, v in costs.verify_cost_ratio.items()},
+        "draft_costs": [
+            {
+                "draft": name,
+                "temperature": temperature,
+                "draft_cost_ratio": costs.draft_cost_ratio[name, temperature],
+                "draft_step_ms": spread.to_dict(),
+            }
+            for (name, temperature), spread in costs.draft_step_ms.items()
+        ],
+        "plans": plans,
+        "runs": runs,
+    }
+
+
+def _spread_out(prompts: Sequence[HeldOutPrompt], number: int) -> list[HeldOutPrompt]:
+    """Prompts at equal steps through the list, which is sorted by length."""
+    number = min(number, len(prompts))
+    return [prompts[(2 * i + 1) * len(prompts) // (2 * number)] for i in range(number)]
+
+
+def _pooled(
+    cells: Sequence[Mapping[str, Any]], draft: str, temperature: float
+) -> Mapping[str, Any]:
+    wanted = (draft, temperature, None)
+    return next(c for c in cells if (c["draft"], c["temperature"], c["task"]) == wanted)
+
+
+# ------------------------------------------------------------------------------ costs
+
+
+def _step_costs(
+    target: LoadedModel,
+    contestants: Sequence[Contestant],
+    prompts: Sequence[HeldOutPrompt],
+    temperatures: Sequence[float],
+    config: TimingConfig,
+) -> timing.StepCosts[DraftAt]:
+    """c and v(n) after a context as long as a typical row's half way through its answer."""
+    deepest = config.max_draft_tokens + 1
+    prompt = prompts[len(prompts) // 2].token_ids
+    length = len(prompt) + config.max_new_tokens // 2
+    limits = [
+        m.shape.max_position_embeddings for m in (target, *(c.model for c in contestants)) if m
+    ]
+    length = max(2, min(length, *(limit - deepest for limit in limits)))
+    context = list(itertools.islice(itertools.cycle(prompt), length))
+    num_drafted = min(_COST_DRAFT_TOKENS, config.max_draft_tokens)
+    return timing.measure_step_costs(
+        _target_pass(target, context),
+        {
+            (c.name, t): _draft_call(target, c, context, t, num_drafted)
+            for c in contestants
+            for t in temperatures
+        },
+        widths=[n for n in _WIDTHS if n < deepest] + [deepest],
+        repeats=config.cost_repeats,
+        draft_steps_per_call=num_drafted,
+    )
+
+
+def _target_pass(target: LoadedModel, context: Sequence[int]) -> Callable[[int], None]:
+    """The target on the last n tokens' worth of input after the context, through its cache."""
+    cache = RaggedCache(target.model, max_rows=1)
+    row = cache.join()
+    cache.reserve(len(context) + 64)
+    prefill(target.model, cache, {row: context})
+
+    def run(num_tokens: int) -> None:
+        tokens = [context[-1 - i % len(context)] for i in range(num_tokens)]
+        forward(target.model, cache, [tokens])
+        _synchronize(target.device)
+        cache.roll_back(row, len(context))
+
+    return run
+
+
+def _draft_call(
+    target: LoadedModel,
+    contestant: Contestant,
+    context: Sequence[int],
+    temperature: float,
+    num_drafted: int,
+) -> Callable[[], None]:
+    """One proposal after the context, as in a round: the last token is read, then each draft."""
+    drafter = contestant.make_drafter()
+    drafter.start(
+        vocabulary_size=min(target.shape.vocab_size, len(target.tokenizer)), max_batch_size=1
+    )
+    drafter.join(0, context, SamplingConfig(temperature=temperature), seed=0)
+
+    def run() -> None:
+        drafter.propose([0], [context], [num_drafted])
+        _synchronize(target.device)
+        # A round always commits a token the draft has not read: leave it the last one to read.
+        drafter.commit(0, len(context) - 1)
+
+    return run
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ------------------------------------------------------------------------------ plan
+
+
+def _plan(
+    draft: str,
+    temperature: float,
+    cell: Mapping[str, Any],
+    costs: timing.StepCosts[DraftAt],
+    config: TimingConfig,
+) -> dict[str, Any]:
+    """The predicted curve over K from measured acceptance and costs, and its best point."""
+    draft_cost_ratio = costs.draft_cost_ratio[draft, temperature]
+    verify = planner.interpolate(costs.verify_cost_ratio)
+    tokens = planner.tokens_from_positions(
+        [e["value"] for e in cell["conditional_acceptance_by_position"]],
+        tail_rate=cell["acceptance_rate"]["value"] or 0.0,
+        draft_coverage=cell["draft_coverage"],
+    )
+    settings: dict[str, Any] = {
+        "draft_cost_ratio": draft_cost_ratio,
+        "verify_cost_ratio": verify,
+        "draft_coverage": cell["draft_coverage"],
+    }
+    best = planner.best_num_draft_tokens(
+        tokens, max_draft_tokens=config.max_draft_tokens, **settings
+    )
+    curve = [
+        {"num_draft_tokens": k, "speedup": tokens(k) / planner.call_cost(k, **settings)}
+        for k in range(1, config.max_draft_tokens + 1)
+    ]
+    return {
+        "draft": draft,
+        "temperature": temperature,
+        "num_draft_tokens": best.num_draft_tokens,
+        "predicted_speedup": best.speedup,
+        "break_even_acceptance_rate": planner.break_even_acceptance_rate(
+            draft_cost_ratio=draft_cost_ratio,
+            verify_cost_ratio=verify,
+            max_draft_tokens=config.max_draft_tokens,
+        ),
+        "curve": curve,
+    }
+
+
+# ------------------------------------------------------------------------------ wall clock
+
+
+def _time_drafts(
+    target: LoadedModel,
+    contestants: Sequence[Contestant],
+    plans: Sequence[Mapping[str, Any]],
+    prompts: Sequence[HeldOutPrompt],
+    temperature: float,
+    config: TimingConfig,
+    seed: int,
+) -> list[dict[str, Any]]:
+    """Every draft at its K and plain decoding, prompt by prompt, interleaved, at batch 1."""
+    sampling = SamplingConfig(temperature=temperature)
+    depths = {plan["draft"]: max(1, plan["num_draft_tokens"]) for plan in plans}
+    max_length = max(len(p.token_ids) for p in prompts) + config.max_new_tokens
+    engines = {
+        name: make_engine(
+            target,
+            contestant,
+            num_draft_tokens=depths.get(name, 0),
+            max_batch_size=1,
+            max_length=max_length,
+        )
+        for name, contestant in ((PLAIN, None), *((c.name, c) for c in contestants))
+    }
+    seconds: dict[str, list[list[float]]] = {name: [] for name in engines}
+    results: dict[str, list[DecodeResult]] = {name: [] for name in engines}
+    for index, prompt in enumerate(prompts):
+        request = request_of(
+            target, prompt, sampling, max_new_tokens=config.max_new_tokens, seed=seed
+        )
+        latest: dict[str, DecodeResult] = {}
+
+        def run(name: str, request: DecodeRequest = request, latest: Any = latest) -> None:
+            latest[name] = decode_batch(engines[name], [request])[0]
+            _synchronize(target.device)
+
+        measured = timing.interleave(
+            {name: functools.partial(run, name) for name in engines},
+            repeats=config.repeats,
+            num_warmups=1 if index == 0 else 0,
+        )
+        for name in engines:
+            seconds[name].append(measured[name])
+            results[name].append(latest[name])
+    return [_run_row(plan, seconds, results, depths[plan["draft"]], seed=seed) for plan in plans]
+
+
+def _run_row(
+    plan: Mapping[str, Any],
+    seconds: Mapping[str, Sequence[Sequence[float]]],
+    results: Mapping[str, Sequence[DecodeResult]],
+    num_draft_tokens: int,
+    *,
+    seed: int,
+) -> dict[str, Any]:
+    """One timed draft against plain decoding; the interval is over the timed prompts."""
+    draft = plan["draft"]
+    num_tokens = {name: [len(r.token_ids) for r in results[name]] for name in (PLAIN, draft)}
+    typical = {name: [statistics.median(s) for s in seconds[name]] for name in (PLAIN, draft)}
+    columns = [typical[PLAIN], num_tokens[PLAIN], typical[draft], num_tokens[draft]]
+    speedup = intervals.estimate(
+        list(zip(*columns, strict=True)), intervals.ratio_of_ratios, seed=seed
+    )
+    predicted = plan["curve"][num_draft_tokens - 1]["speedup"]
+    stats = sum((r.stats for r in results[draft]), DecodeStats())
+    return {
+        "draft": draft,
+        "temperature": plan["temperature"],
+        "num_draft_tokens": num_draft_tokens,
+        "plain_tokens_per_s": _throughput(seconds[PLAIN], num_tokens[PLAIN]),
+        "tokens_per_s": _throughput(seconds[draft], num_tokens[draft]),
+        "speedup": speedup.to_dict(),
+        "predicted_speedup": predicted,
+        "efficiency": None if speedup.value is None else speedup.value / predicted,
+        "block_efficiency": stats.block_efficiency,
+        "acceptance_rate": stats.acceptance_rate,
+    }
+
+
+def _throughput(seconds: Sequence[Sequence[float]], num_tokens: Sequence[int]) -> dict[str, Any]:
+    """Tokens per second of each pass over the prompts: median and range."""
+    passes = [sum(one) for one in zip(*seconds, strict=True)]
+    return timing.spread([sum(num_tokens) / s for s in passes]).to_dict()

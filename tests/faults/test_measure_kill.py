@@ -1,0 +1,127 @@
+"""Owns the proof that a killed measurement goes on where it was and ends in the same bytes.
+
+Refuses to wait: the child is forked, so it starts where this process is, and dies by SIGKILL just
+before a unit gets its name. One thread only: a forked child must not wait for threads it lacks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from distill.artifacts import Artifact, ArtifactStore
+from distill.stages import measure_runs, measure_units
+from distill.stages.measure import MeasureConfig, measure_acceptance, measure_key
+from tests import measure_helpers as given
+
+# Two temperatures, each with one teacher-forced and two decoding units of two prompts, for three
+# prompts in chunks of two: 2 * (1 + 2) * 2. The answers come from generate.
+NUM_UNITS = 12
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def config(tiny_pair_dirs: tuple[Path, Path]) -> MeasureConfig:
+    return given.measure_config(tiny_pair_dirs[0], max_new_tokens=8, undistilled=False)
+
+
+@pytest.fixture(scope="module")
+def inputs(
+    tiny_pair_dirs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Artifact]:
+    store = ArtifactStore(tmp_path_factory.mktemp("inputs"))
+    rows = given.held_out_rows(tiny_pair_dirs[0], num_prompts=3, max_new_tokens=8)
+    return {
+        "generate": given.generate_artifact(store, tiny_pair_dirs[0], rows),
+        "distill": given.distill_artifact(store, *tiny_pair_dirs),
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(
+    config: MeasureConfig, inputs: dict[str, Artifact], tmp_path_factory: pytest.TempPathFactory
+) -> Artifact:
+    """What a run that nothing disturbed gives."""
+    store = ArtifactStore(tmp_path_factory.mktemp("undisturbed"))
+    return measure_acceptance(config, store, inputs=inputs)
+
+
+def run_and_die(
+    config: MeasureConfig, inputs: dict[str, Artifact], root: Path, num_finished: int
+) -> int:
+    """Measure in a child that kills itself when it would write one unit more; its signal."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(60)
+            written = 0
+            write = measure_units.atomic_write
+
+            def write_or_die(path: Path, data: bytes | str) -> None:
+                nonlocal written
+                if written == num_finished:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                written += 1
+                write(path, data)
+
+            measure_units.atomic_write = write_or_die
+            measure_acceptance(config, ArtifactStore(root), inputs=inputs)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+
+
+@pytest.mark.parametrize("num_finished", [0, 1, 5, NUM_UNITS - 1])
+def test_a_killed_measurement_resumes_to_the_same_bytes(
+    config: MeasureConfig,
+    inputs: dict[str, Artifact],
+    expected: Artifact,
+    tmp_path: Path,
+    num_finished: int,
+) -> None:
+    assert run_and_die(config, inputs, tmp_path, num_finished) == signal.SIGKILL
+    store = ArtifactStore(tmp_path)
+    key = measure_key(config, store, inputs=inputs)
+    assert store.find(key) is None
+    assert len(list((store.partial_dir(key) / "work").glob("*.json"))) == num_finished
+
+    resumed = measure_acceptance(config, store, inputs=inputs)
+    assert resumed.metrics["num_units_resumed"] == num_finished
+    assert resumed.manifest.files == expected.manifest.files
+    assert not store.partial_dir(key).exists()
+
+
+def test_a_resumed_measurement_repeats_no_finished_unit(
+    config: MeasureConfig,
+    inputs: dict[str, Artifact],
+    expected: Artifact,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run_and_die(config, inputs, tmp_path, NUM_UNITS - 1)
+    calls: list[str] = []
+    decode = measure_runs.decode
+
+    def counted(*args: object, **kwargs: object) -> object:
+        calls.append("decode")
+        return decode(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(measure_runs, "decode", counted)
+    measure_acceptance(config, ArtifactStore(tmp_path), inputs=inputs)
+    assert calls == ["decode"]

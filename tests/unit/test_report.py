@@ -1,0 +1,336 @@
+"""Owns the tests of the report: what it says, that it stands alone, that it escapes what it quotes.
+
+Refuses to run a model: artifacts are built in a real store from numbers worked out here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from distill.artifacts import Artifact, ArtifactStore
+from distill.config import Config
+from distill.errors import ArtifactError
+from distill.metrics import acceptance, summary
+from distill.metrics.summary import PromptRecord
+from distill.report import build_report, render, report_table, write_report
+
+DRAFTS = ("distilled", "undistilled", "prompt_lookup")
+TASKS = ("chat", "math <b>& $x_1$")
+
+
+class Target(Config):
+    """Stands in for a stage's settings."""
+
+    model: str = "org/target <script>alert(1)</script>"
+    dtype: str = "auto"
+
+
+class Settings(Config):
+    """Stands in for a stage's settings."""
+
+    target: Target = Target()
+    learning_rate: float = 3e-4
+
+
+def _records() -> list[PromptRecord]:
+    """Eight prompts a task; the distilled draft accepts one more token a block than the other."""
+    records = []
+    for temperature in (0.0, 1.0):
+        for draft, gain in zip(DRAFTS, (2, 1, 0), strict=True):
+            for task in TASKS:
+                for n in range(8):
+                    rounds = [(gain + n + i) % 5 if gain else 0 for i in range(6)]
+                    rates = acceptance.summarize_rounds(rounds, 4)
+                    counts = {
+                        **rates,
+                        "proposed_by_position": [6] * 4,
+                        "tested_by_position": [sum(a >= i for a in rounds) for i in range(4)],
+                        "accepted_by_position": [sum(a > i for a in rounds) for i in range(4)],
+                    }
+                    sums = {rule: 20.0 * (0.2 + 0.2 * gain) + 0.3 * n for rule in acceptance.RULES}
+                    prompt_id = f"{task}-{n}"
+                    records.append(
+                        PromptRecord(draft, temperature, prompt_id, task, counts, 30, sums)
+                    )
+    return records
+
+
+def _acceptance() -> dict[str, Any]:
+    records = _records()
+    return {
+        "schema_version": 1,
+        "num_draft_tokens": 4,
+        "temperatures": [0.0, 1.0],
+        "drafts": list(DRAFTS),
+        "cells": summary.summarize(records, num_draft_tokens=4, seed=0),
+        "differences": summary.compare(records, draft="distilled", baseline="undistilled", seed=0),
+        "lossless": {
+            "dtype": "bfloat16",
+            "num_compared": 16,
+            "num_identical": 15,
+            "num_ties": 1,
+            "num_broken": 0,
+            "tie_ulps": 8,
+            "divergences": [
+                {
+                    "prompt_id": "chat-3",
+                    "draft": "distilled",
+                    "position": 17,
+                    "plain_token": 5,
+                    "speculative_token": 9,
+                    "margin": 0.0625,
+                    "margin_ulps": 1.0,
+                    "is_tie": True,
+                }
+            ],
+        },
+    }
+
+
+def _spread(value: float) -> dict[str, Any]:
+    return {"median": value, "minimum": value - 1, "maximum": value + 1, "num_samples": 3}
+
+
+def _timing() -> dict[str, Any]:
+    speeds = {"distilled": 1.62, "undistilled": 1.2, "prompt_lookup": 1.08}
+    runs = [
+        {
+            "draft": draft,
+            "temperature": temperature,
+            "num_draft_tokens": 3,
+            "plain_tokens_per_s": _spread(20.0),
+            "tokens_per_s": _spread(20.0 * speed),
+            "speedup": {"value": speed, "low": speed - 0.1, "high": speed + 0.1, "num_prompts": 4},
+            "predicted_speedup": 1.8,
+            "efficiency": speed / 1.8,
+        }
+        for temperature in (0.0, 1.0)
+        for draft, speed in speeds.items()
+    ]
+    curve = [0.9, 1.2, 1.6, 1.7, 1.6, 1.5]
+    plans = [
+        {
+            "draft": draft,
+            "temperature": temperature,
+            "curve": [{"num_draft_tokens": k + 1, "speedup": s} for k, s in enumerate(curve)],
+        }
+        for temperature in (0.0, 1.0)
+        for draft in DRAFTS
+    ]
+    return {
+        "conditions": {"device_name": "a CPU", "num_threads": 2, "dtype": "bfloat16"},
+        "num_prompts": 4,
+        "max_new_tokens": 64,
+        "repeats": 3,
+        "target_step_ms": _spread(41.0),
+        "draft_costs": [
+            {
+                "draft": draft,
+                "temperature": temperature,
+                "draft_cost_ratio": 0.12,
+                "draft_step_ms": _spread(5.0),
+            }
+            for draft in DRAFTS
+            for temperature in (0.0, 1.0)
+        ],
+        "verify_cost_ratio": {"1": 1.0, "4": 1.1, "8": 1.3},
+        "runs": runs,
+        "plans": plans,
+    }
+
+
+def _measure_metrics(ship: bool = True) -> dict[str, Any]:
+    reason = "1.62x at temperature 0 and 1.62x at temperature 1" if ship else "slower <than> plain"
+    return {"timing": _timing(), "verdict": {"ship": ship, "reasons": [reason]}}
+
+
+def _artifact(
+    store: ArtifactStore, stage: str, files: dict[str, str], metrics: dict[str, Any]
+) -> Artifact:
+    def build(partial: Path) -> dict[str, Any]:
+        for name, text in files.items():
+            (partial / name).write_text(text, encoding="utf-8")
+        return metrics
+
+    key = store.key(stage, 1, Settings(), revisions={"target": "abc123"})
+    return store.get_or_build(key, build)
+
+
+def _artifacts(root: Path, **metrics: Any) -> dict[str, Artifact]:
+    store = ArtifactStore(root)
+    log = "".join(
+        json.dumps({"step": s, "loss": 1.0})
+        + "\n"
+        + json.dumps({"step": s, "held_out": {"acceptance": a, "greedy_agreement": a + 0.05}})
+        + "\n"
+        for s in range(0, 400, 20)
+        for a in [0.3 + 0.2 * s / (s + 50)]
+    )
+    return {
+        "generate": _artifact(store, "generate", {"a.txt": "x"}, {"num_rows": 100}),
+        "distill": _artifact(store, "distill", {"training_log.jsonl": log}, {"wall_s": 61.5}),
+        "measure": _artifact(
+            store,
+            "measure",
+            {"acceptance.json": json.dumps(_acceptance())},
+            metrics or _measure_metrics(),
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return build_report("demo", _artifacts(tmp_path_factory.mktemp("store")))
+
+
+@pytest.fixture(scope="module")
+def page(report: dict[str, Any]) -> str:
+    return render.render_html(report)
+
+
+def test_summary_puts_before_and_after_side_by_side(report: dict[str, Any]) -> None:
+    row = report["summary"][0]
+    rate = row["analytic_acceptance_rate"]
+    # 20 * .4 and 20 * .6, plus a mean of .3 * 3.5, over 30 positions.
+    assert rate["before"]["value"] == pytest.approx((20 * 0.4 + 1.05) / 30)
+    assert rate["after"]["value"] == pytest.approx((20 * 0.6 + 1.05) / 30)
+    assert rate["difference"]["value"] == pytest.approx(4 / 30)
+    assert row["timed"]["speedup"]["value"] == 1.62
+
+
+def test_the_strongest_rival_stands_beside_the_draft(report: dict[str, Any]) -> None:
+    assert [row["strongest_rival"]["draft"] for row in report["summary"]] == ["undistilled"] * 2
+
+
+def test_report_names_every_artifact_and_its_fingerprint(report: dict[str, Any]) -> None:
+    assert set(report["artifacts"]) == {"generate", "distill", "measure"}
+    assert all(len(a["fingerprint"]) == 64 for a in report["artifacts"].values())
+    assert report["target"]["revision"] == "abc123"
+
+
+def test_written_report_is_json_and_html(report: dict[str, Any], tmp_path: Path) -> None:
+    paths = write_report(tmp_path / "out", report)
+    assert [path.name for path in paths] == ["report.json", "report.html"]
+    assert json.loads(paths[0].read_text(encoding="utf-8")) == report
+    assert paths[1].read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_equal_reports_render_to_equal_bytes(report: dict[str, Any], page: str) -> None:
+    assert render.render_html(report) == page
+
+
+def test_page_needs_nothing_from_outside(page: str) -> None:
+    links = re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?([^"')\s>]+)""", page)
+    assert [link for link in links if not link.startswith("#")] == []
+    assert "@import" not in page
+
+
+def test_page_says_the_verdict_first(page: str) -> None:
+    body = page[page.index("<body>") :]
+    assert body.index("<strong>Ship</strong>") < body.index("<table")
+
+
+def test_page_escapes_what_it_quotes(page: str) -> None:
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert "math <b>" not in page
+    assert "math &lt;b&gt;&amp; $x_1$" in page
+
+
+def test_page_has_a_dark_theme_and_a_print_form(page: str) -> None:
+    assert "prefers-color-scheme: dark" in page
+    assert "@media print" in page
+
+
+def test_plots_follow_the_theme_and_have_ids_of_their_own(page: str) -> None:
+    assert page.count("<svg ") == 4
+    assert "var(--series-0)" in page
+    assert not re.search(r"#0[1-9]0[1-9]0[1-9]", page)
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+
+
+class Balance(HTMLParser):
+    """Checks that tags close in order."""
+
+    VOID = frozenset({"meta", "br", "img", "hr", "link"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_page_is_well_formed(page: str) -> None:
+    parser = Balance()
+    parser.feed(page)
+    assert parser.open == []
+
+
+def _printed(report: dict[str, Any], width: int = 110) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w", encoding="utf-8"))  # noqa: SIM115
+    console.print(report_table(report))
+    return console.export_text()
+
+
+def test_terminal_table_says_verdict_numbers_and_places(report: dict[str, Any]) -> None:
+    text = _printed(report)
+    assert "demo: ship" in text
+    assert "1.62x [1.52, 1.72]" in text
+    assert "undistilled 1.20x" in text
+    assert str(report["artifacts"]["measure"]["path"])[:60] in text
+
+
+def test_a_draft_not_worth_shipping_is_said_to_be_so(tmp_path: Path) -> None:
+    report = build_report("demo", _artifacts(tmp_path, **_measure_metrics(ship=False)))
+    assert "demo: do not ship" in _printed(report)
+    page = render.render_html(report)
+    assert "<strong>Do not ship</strong>" in page
+    assert "slower &lt;than&gt; plain" in page
+
+
+def test_report_without_timing_still_renders(tmp_path: Path) -> None:
+    metrics = {"verdict": {"ship": False, "reasons": ["not timed"]}, "timing": {}}
+    report = build_report("demo", _artifacts(tmp_path, **metrics))
+    assert "Timing was switched off" in render.render_html(report)
+    assert "–" in _printed(report)
+
+
+def test_a_report_needs_a_measurement(tmp_path: Path) -> None:
+    artifacts = _artifacts(tmp_path)
+    del artifacts["measure"]
+    with pytest.raises(ArtifactError, match="measure"):
+        build_report("demo", artifacts)
+
+
+def test_an_artifact_under_the_wrong_name_is_refused(tmp_path: Path) -> None:
+    artifacts = _artifacts(tmp_path)
+    with pytest.raises(ArtifactError, match="'generate'"):
+        build_report("demo", artifacts | {"distill": artifacts["generate"]})
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        ({"value": 0.7312, "low": 0.7, "high": 0.76}, "percent", "73.1% [70.0, 76.0]"),
+        ({"value": 1.5, "low": None, "high": None}, "times", "1.50x"),
+        ({"value": 0.031, "low": -0.01, "high": 0.07}, "points", "+3.1 [-1.0, +7.0]"),
+        ({"value": None, "low": None, "high": None}, "percent", "–"),
+        (None, "percent", "–"),
+    ],
+)
+def test_estimates_read_well(value: dict[str, Any] | None, unit: str, text: str) -> None:
+    assert render.estimate(value, unit) == text
