@@ -1,0 +1,397 @@
+"""Serving a real (tiny) pair: what comes over HTTP is what the target says on its own."""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from distill.artifacts import Artifact, ArtifactStore
+from distill.config import Config
+from distill.errors import (
+    ArtifactError,
+    CacheRollbackError,
+    ConfigError,
+    PairMismatchError,
+    ServerError,
+)
+from distill.models import ModelConfig, load_target
+from distill.server.running import RunningServer
+from distill.stages.serve import API_KEY_VARIABLE, ServeConfig, serve, serve_key
+from tests.helpers import make_llama, make_tokenizer, save_pretrained_dir
+
+TIMEOUT_S = 20.0
+PROMPT = "the quick brown fox"
+
+
+class NoConfig(Config):
+    """The settings of a stand-in stage."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    return ArtifactStore(tmp_path / "artifacts")
+
+
+@pytest.fixture
+def config(tiny_pair_dirs: tuple[Path, Path]) -> ServeConfig:
+    target = ModelConfig(model=str(tiny_pair_dirs[0]), dtype="float32", device="cpu")
+    return ServeConfig(target=target, port=0)
+
+
+def stand_in(
+    store: ArtifactStore,
+    stage: str,
+    write: Callable[[Path], None] = lambda directory: None,
+    metrics: Mapping[str, Any] | None = None,
+    *,
+    salt: str = "",
+) -> Artifact:
+    def build(directory: Path) -> Mapping[str, Any]:
+        write(directory)
+        return metrics or {}
+
+    return store.get_or_build(store.key(stage, 1, NoConfig(), revisions={"salt": salt}), build)
+
+
+def make_distilled(
+    store: ArtifactStore, tokenizer: Any, *, vocabulary: list[int] | None = None
+) -> Artifact:
+    model = make_llama(len(tokenizer), hidden=64, seed=2)
+
+    def write(directory: Path) -> None:
+        save_pretrained_dir(directory / "draft", model, tokenizer)
+        if vocabulary is not None:
+            content = {"token_ids": vocabulary, "coverage": 1.0}
+            (directory / "draft_vocabulary.json").write_text(json.dumps(content))
+
+    return stand_in(store, "distill", write, salt=str(vocabulary))
+
+
+@pytest.fixture
+def distilled(store: ArtifactStore, tiny_tokenizer: Any) -> Artifact:
+    return make_distilled(store, tiny_tokenizer)
+
+
+def client_of(server: RunningServer, api_key: str = "unused") -> openai.OpenAI:
+    return openai.OpenAI(
+        base_url=server.base_url, api_key=api_key, timeout=TIMEOUT_S, max_retries=0
+    )
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., openai.OpenAI]]:
+    """Start a server in this process, hand out a client, stop both at the end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(API_KEY_VARIABLE, raising=False)
+        running: list[tuple[RunningServer, openai.OpenAI]] = []
+
+        def start(config: ServeConfig, store: ArtifactStore, **inputs: Artifact) -> openai.OpenAI:
+            server = serve(config, store, inputs=inputs, block=False)
+            running.append((server, client_of(server)))
+            return running[-1][1]
+
+        yield start
+        for server, client in running:
+            client.close()
+            server.close()
+
+
+def plain_text(config: ServeConfig, prompt_ids: list[int], max_new_tokens: int) -> str:
+    """What transformers says with the target alone, greedily."""
+    target = load_target(config.target)
+    output = target.model.generate(
+        torch.tensor([prompt_ids]), max_new_tokens=max_new_tokens, do_sample=False
+    )
+    new: Any = output[0, len(prompt_ids) :]
+    text: str = target.tokenizer.decode(new.tolist(), skip_special_tokens=True)
+    return text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_greedy_answer_is_the_targets_own(
+    config: ServeConfig,
+    store: ArtifactStore,
+    distilled: Artifact,
+    tiny_tokenizer: Any,
+    started: Callable[..., openai.OpenAI],
+    stream: bool,
+) -> None:
+    client = started(config, store, distill=distilled)
+    expected = plain_text(config, tiny_tokenizer(PROMPT)["input_ids"], 80)
+    answer: Any = client.completions.create(
+        model="target", prompt=PROMPT, max_tokens=80, temperature=0, stream=stream
+    )
+    chunks = list(answer) if stream else [answer]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected
+    speculation = chunks[-1].model_extra["distill"]
+    assert speculation["num_proposed"] > 0
+    # A random draft is refused a lot: the equality above holds because of that, not despite it.
+    assert speculation["num_accepted"] < speculation["num_tested"]
+
+
+def test_a_chat_answer_sees_the_targets_template(
+    config: ServeConfig,
+    store: ArtifactStore,
+    distilled: Artifact,
+    tiny_tokenizer: Any,
+    started: Callable[..., openai.OpenAI],
+) -> None:
+    client = started(config, store, distill=distilled)
+    messages: Any = [{"role": "user", "content": "hi"}]
+    answer = client.chat.completions.create(
+        model="target", messages=messages, max_tokens=24, temperature=0
+    )
+    prompt_ids = tiny_tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    expected = plain_text(config, prompt_ids["input_ids"], 24)
+    assert answer.choices[0].message.content == expected
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(prompt_ids["input_ids"])
+
+
+def test_a_seeded_answer_is_the_same_alone_and_in_company(
+    config: ServeConfig,
+    store: ArtifactStore,
+    distilled: Artifact,
+    started: Callable[..., openai.OpenAI],
+) -> None:
+    client = started(config, store, distill=distilled)
+
+    def ask(seed: int) -> str:
+        answer = client.completions.create(
+            model="target", prompt=PROMPT, max_tokens=40, temperature=1.0, seed=seed
+        )
+        return answer.choices[0].text
+
+    alone = [ask(seed) for seed in (1, 2, 3)]
+    assert len(set(alone)) == 3
+    together: dict[int, str] = {}
+    threads = [
+        threading.Thread(target=lambda seed=seed: together.update({seed: ask(seed)}))
+        for seed in (1, 2, 3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert [together[seed] for seed in (1, 2, 3)] == alone
+
+
+def test_without_draft_tokens_the_target_decodes_alone(
+    config: ServeConfig,
+    store: ArtifactStore,
+    distilled: Artifact,
+    started: Callable[..., openai.OpenAI],
+) -> None:
+    alone = config.model_copy(update={"num_draft_tokens": 0})
+    client = started(alone, store, distill=distilled)
+    answer = client.completions.create(model="target", prompt=PROMPT, max_tokens=8)
+    assert answer.model_extra is not None
+    speculation = answer.model_extra["distill"]
+    assert speculation["num_proposed"] == 0
+    assert speculation["acceptance_rate"] is None
+    assert speculation["block_efficiency"] == 1.0
+
+
+def test_a_draft_with_a_vocabulary_subset_is_as_lossless(
+    config: ServeConfig,
+    store: ArtifactStore,
+    tiny_tokenizer: Any,
+    started: Callable[..., openai.OpenAI],
+) -> None:
+    distilled = make_distilled(store, tiny_tokenizer, vocabulary=[1, *range(40, 90)])
+    client = started(config, store, distill=distilled)
+    answer = client.completions.create(model="target", prompt=PROMPT, max_tokens=40, temperature=0)
+    expected = plain_text(config, tiny_tokenizer(PROMPT)["input_ids"], 40)
+    assert answer.choices[0].text == expected
+
+
+def test_the_key_comes_from_the_environment_and_is_stored_nowhere(
+    config: ServeConfig,
+    store: ArtifactStore,
+    distilled: Artifact,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(API_KEY_VARIABLE, "top-secret")
+    with serve(config, store, inputs={"distill": distilled}, block=False) as server:
+        with client_of(server, "wrong") as client, pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        with client_of(server, "top-secret") as client:
+            assert [model.id for model in client.models.list()] == ["target"]
+    for path in store.root.rglob("*.json"):
+        assert "top-secret" not in path.read_text(encoding="utf-8")
+
+
+def test_the_artifact_names_the_pair_by_fingerprints(
+    config: ServeConfig, store: ArtifactStore, distilled: Artifact
+) -> None:
+    metrics = {"verdict": {"ship": True, "num_draft_tokens": 2}}
+    measured = stand_in(store, "measure", metrics=metrics)
+    inputs = {"distill": distilled, "measure": measured}
+    with serve(config, store, inputs=inputs, block=False) as server:
+        first = server.artifact
+    assert first is not None
+    content = json.loads(first.file("serving.json").read_text(encoding="utf-8"))
+    assert content["inputs"] == {
+        "distill": distilled.fingerprint,
+        "measure": measured.fingerprint,
+    }
+    assert content["model_id"] == "target"
+    assert content["num_draft_tokens"] == 2
+    assert content["max_length"] == 512
+    assert str(store.root.parent) not in first.file("serving.json").read_text(encoding="utf-8")
+    elsewhere = config.model_copy(update={"host": "0.0.0.0", "port": 1, "max_waiting": 1})
+    fingerprints = {name: artifact.fingerprint for name, artifact in inputs.items()}
+    assert serve_key(elsewhere, store, inputs=fingerprints).fingerprint == first.fingerprint
+
+
+def test_the_depth_is_the_configured_then_the_measured_then_four(
+    config: ServeConfig, store: ArtifactStore, distilled: Artifact
+) -> None:
+    def depth(config: ServeConfig, **inputs: Any) -> int:
+        with serve(config, store, inputs=inputs, block=False) as server:
+            assert server.artifact is not None
+            text = server.artifact.file("serving.json").read_text(encoding="utf-8")
+        depth: int = json.loads(text)["num_draft_tokens"]
+        return depth
+
+    assert depth(config, distill=distilled, measure=None) == 4
+    pinned = config.model_copy(update={"num_draft_tokens": 7})
+    assert depth(pinned, distill=distilled) == 7
+
+
+@pytest.mark.parametrize(
+    ("reference", "name"),
+    [
+        ("org/model@main", "org/model"),
+        ("./models/tiny", "tiny"),
+        ("./models/tiny.Q4.gguf", "tiny.Q4"),
+    ],
+)
+def test_the_model_is_called_what_a_person_would_type(reference: str, name: str) -> None:
+    from distill.stages.serve import _short_name
+
+    assert _short_name(ModelConfig(model=reference)) == name
+
+
+def test_a_packaged_model_is_called_by_its_file() -> None:
+    from distill.stages.serve import _short_name
+
+    packaged = ModelConfig(model="pypi:some-package==1.0#Tiny.Q4.gguf", sha256="0" * 64)
+    assert _short_name(packaged) == "Tiny.Q4"
+
+
+def test_a_name_and_a_length_can_be_chosen(
+    config: ServeConfig,
+    store: ArtifactStore,
+    distilled: Artifact,
+    started: Callable[..., openai.OpenAI],
+) -> None:
+    chosen = config.model_copy(update={"model_id": "mine", "max_length": 30})
+    client = started(chosen, store, distill=distilled)
+    card = client.models.retrieve("mine")
+    assert card.model_extra == {"max_model_len": 30}
+    answer = client.chat.completions.create(
+        model="mine", messages=[{"role": "user", "content": "hi"}], temperature=0
+    )
+    assert answer.usage is not None
+    assert answer.usage.total_tokens <= 30
+
+
+def test_a_length_above_the_targets_context_is_refused(
+    config: ServeConfig, store: ArtifactStore, distilled: Artifact
+) -> None:
+    longer = config.model_copy(update={"max_length": 1000})
+    with pytest.raises(ConfigError, match=r"serve\.max_length is 1000, but .* reaches 512"):
+        serve(longer, store, inputs={"distill": distilled}, block=False)
+
+
+def test_serving_needs_a_distilled_draft(
+    config: ServeConfig, store: ArtifactStore, distilled: Artifact
+) -> None:
+    with pytest.raises(ServerError, match="got: none"):
+        serve(config, store, inputs={}, block=False)
+    with pytest.raises(ArtifactError, match="'measure'"):
+        serve(config, store, inputs={"measure": distilled}, block=False)
+
+
+def test_a_draft_of_another_vocabulary_is_refused(
+    config: ServeConfig, store: ArtifactStore
+) -> None:
+    other = make_distilled(store, make_tokenizer(280))
+    with pytest.raises(PairMismatchError):
+        serve(config, store, inputs={"distill": other}, block=False)
+
+
+def test_an_engine_that_cannot_be_made_is_the_callers_error_and_frees_the_port(
+    config: ServeConfig,
+    store: ArtifactStore,
+    distilled: Artifact,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ready: list[RunningServer] = []
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise CacheRollbackError("a recurrent state")
+
+    monkeypatch.setattr("distill.stages.serve.DecodeEngine", refuse)
+    for block in (True, False):
+        with pytest.raises(CacheRollbackError):
+            serve(config, store, inputs={"distill": distilled}, block=block, on_ready=ready.append)
+    monkeypatch.undo()
+    again = config.model_copy(update={"port": ready[0].port})
+    serve(again, store, inputs={"distill": distilled}, block=False).close()
+
+
+def test_missing_packages_are_an_error_with_the_command(
+    config: ServeConfig,
+    store: ArtifactStore,
+    distilled: Artifact,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "distill.server.app", raising=False)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    with pytest.raises(ServerError, match=r"pip install 'distill\[serve\]'"):
+        serve(config, store, inputs={"distill": distilled})
+
+
+def test_a_blocking_server_answers_until_it_is_closed(
+    config: ServeConfig, store: ArtifactStore, distilled: Artifact
+) -> None:
+    ready: queue.Queue[RunningServer] = queue.Queue()
+    thread = threading.Thread(
+        target=serve,
+        args=(config, store),
+        kwargs={"inputs": {"distill": distilled}, "on_ready": ready.put},
+    )
+    thread.start()
+    server = ready.get(timeout=TIMEOUT_S)
+    with client_of(server) as client:
+        answer = client.completions.create(model="target", prompt=PROMPT, max_tokens=2)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens <= 2
+    server.close()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+
+
+def test_an_interrupt_is_the_normal_end_of_a_blocking_server(
+    config: ServeConfig,
+    store: ArtifactStore,
+    distilled: Artifact,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("uvicorn.Server.run", interrupted)
+    server = serve(config, store, inputs={"distill": distilled})
+    server.close()
