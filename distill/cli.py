@@ -1,0 +1,252 @@
+"""The command line: parses, calls one function, prints; a user's mistake is exit 2, no traceback.
+
+Refuses to know how anything works, and imports nothing heavy until a command runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
+
+import typer
+
+from distill import __version__
+from distill.errors import DistillError
+
+if TYPE_CHECKING:
+    from distill.artifacts import ArtifactStore
+    from distill.stages.run_config import RunConfig
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+app = typer.Typer(
+    name="distill",
+    help="Draft models for speculative decoding: generate, distill, measure, serve.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+config_app = typer.Typer(help="Look at a config.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=C", help="Override a key of the config; repeatable."),
+]
+ArtifactsOption = Annotated[
+    Path,
+    typer.Option("--artifacts", envvar="DISTILL_ARTIFACTS", help="Where artifacts are kept."),
+]
+DEFAULT_ARTIFACTS = Path("artifacts")
+
+
+def _reports_user_errors(command: Callable[P, R]) -> Callable[P, R]:
+    """Exit 2 with one message for a :class:`DistillError`; anything else stays a traceback."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except DistillError as error:
+            typer.echo(f"distill: error: {error}", err=True)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            typer.echo("distill: interrupted; run the same command again to go on.", err=True)
+            raise typer.Exit(130) from None
+
+    return wrapped
+
+
+def _prepare_process(verbose: bool = False) -> None:
+    """Log to stderr, and keep third parties from reporting usage over the network."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.INFO,
+        format="%(asctime)s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+        force=True,
+    )
+    for name in ("httpx", "httpx2", "httpcore", "filelock", "matplotlib", "fontTools", "PIL"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _load(config_path: Path, overrides: list[str] | None) -> RunConfig:
+    from distill.stages.run_config import load_config
+
+    return load_config(config_path, overrides or [])
+
+
+def _store(root: Path) -> ArtifactStore:
+    from distill.artifacts import ArtifactStore
+
+    return ArtifactStore(root)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"distill {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Draft models for speculative decoding: generate, distill, measure, serve."""
+
+
+@app.command()
+@_reports_user_errors
+def run(
+    config: ConfigArgument,
+    set_: SetOption = None,
+    artifacts: ArtifactsOption = DEFAULT_ARTIFACTS,
+    until: Annotated[str, typer.Option(help="The last stage to run.")] = "export",
+    rerun: Annotated[
+        list[str] | None,
+        typer.Option(metavar="STAGE", help="Build this stage again though it is there."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v")] = False,
+) -> None:
+    """Run the pipeline end to end; stages that are built already are not built again."""
+    _prepare_process(verbose)
+    from pipelines import standard
+
+    run_config = _load(config, set_)
+    store = _store(artifacts)
+    result = standard.run(
+        run_config,
+        store,
+        until=until,
+        rerun=rerun or (),
+        on_stage=lambda name: logging.getLogger("distill").info("stage %s", name),
+    )
+    _print_result(run_config, store, result, as_json=as_json)
+
+
+def _print_result(config: RunConfig, store: ArtifactStore, result: Any, *, as_json: bool) -> None:
+    from distill.report import build_report, report_table, write_report
+    from pipelines import standard
+
+    if "measure" not in result.artifacts:
+        for name, artifact in result.artifacts.items():
+            typer.echo(f"{name}: {artifact.path}")
+        return
+    report = build_report(config.name, result.artifacts)
+    directory = standard.report_directory(config, store)
+    paths = write_report(directory, report)
+    if as_json:
+        typer.echo(json.dumps(report, indent=2, sort_keys=True))
+        return
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 110).print(report_table(report))
+    for path in paths:
+        typer.echo(f"report: {path}")
+
+
+@app.command()
+@_reports_user_errors
+def plan(
+    config: ConfigArgument,
+    set_: SetOption = None,
+    artifacts: ArtifactsOption = DEFAULT_ARTIFACTS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Show stages, fingerprints, what is cached and what the rest would cost. Loads no weights."""
+    _prepare_process()
+    from distill.stages.estimate import estimate_run, estimate_table
+    from pipelines import standard
+
+    run_config = _load(config, set_)
+    states = standard.plan(run_config, _store(artifacts))
+    estimates = estimate_run(run_config)
+    rows = [
+        {
+            "stage": state.name,
+            "fingerprint": state.key.fingerprint,
+            "is_provisional": state.is_provisional,
+            "state": "cached" if state.artifact else "started" if state.is_started else "to build",
+            "miss": state.miss,
+            **estimates[state.name].to_dict(),
+        }
+        for state in states
+    ]
+    if as_json:
+        typer.echo(json.dumps({"name": run_config.name, "stages": rows}, indent=2))
+        return
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 130).print(estimate_table(run_config, rows))
+
+
+@app.command()
+@_reports_user_errors
+def serve(
+    config: ConfigArgument,
+    set_: SetOption = None,
+    artifacts: ArtifactsOption = DEFAULT_ARTIFACTS,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v")] = False,
+) -> None:
+    """Serve the pair over HTTP (OpenAI-compatible); builds the draft first where needed."""
+    _prepare_process(verbose)
+    from distill.stages.serve import serve as serve_stage
+    from pipelines import standard
+
+    run_config = _load(config, set_)
+    store = _store(artifacts)
+    result = standard.run(run_config, store, until="measure")
+    inputs = {name: result.artifacts[name] for name in ("distill", "measure")}
+    serve_stage(run_config.serve, store, inputs=inputs, block=True)
+
+
+@app.command()
+@_reports_user_errors
+def export(
+    config: ConfigArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", help="A directory to create.")],
+    set_: SetOption = None,
+    artifacts: ArtifactsOption = DEFAULT_ARTIFACTS,
+) -> None:
+    """Write the draft as a directory that another team loads."""
+    _prepare_process()
+    from distill.export import copy_bundle
+    from pipelines import standard
+
+    run_config = _load(config, set_)
+    result = standard.run(run_config, _store(artifacts))
+    typer.echo(str(copy_bundle(result.artifacts["export"], output)))
+
+
+@config_app.command()
+@_reports_user_errors
+def show(
+    config: ConfigArgument,
+    set_: SetOption = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema.")] = False,
+) -> None:
+    """Print the resolved config, every default filled in."""
+    from distill.stages.run_config import RunConfig, dump_run_config
+
+    if schema:
+        from distill.config import json_schema
+
+        typer.echo(json.dumps(json_schema(RunConfig), indent=2))
+        return
+    typer.echo(dump_run_config(_load(config, set_)), nl=False)

@@ -1,0 +1,202 @@
+"""The command line: exit codes, messages, and that it only calls and prints.
+
+Refuses to test stages again; the pipeline's own tests do.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from distill import cli
+from distill.stages.run_config import load_config
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("artifacts")
+
+
+@pytest.fixture(scope="module")
+def finished_run(tiny_run_config: Path, artifacts: Path) -> str:
+    result = RUNNER.invoke(cli.app, ["run", str(tiny_run_config), "--artifacts", str(artifacts)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_run_prints_one_table_and_where_the_report_is(finished_run: str, artifacts: Path) -> None:
+    assert "ship" in finished_run.splitlines()[0]
+    for name in ("report.json", "report.html"):
+        path = artifacts / "reports" / "tiny" / name
+        assert path.is_file()
+        assert str(path) in finished_run
+
+
+def test_a_run_as_json_prints_the_report_and_nothing_else_on_stdout(
+    finished_run: str, tiny_run_config: Path, artifacts: Path
+) -> None:
+    result = RUNNER.invoke(
+        cli.app, ["run", str(tiny_run_config), "--artifacts", str(artifacts), "--json"]
+    )
+    report = json.loads(result.stdout)
+    assert report["name"] == "tiny"
+    assert set(report["artifacts"]) == {"generate", "distill", "measure", "export"}
+
+
+def test_a_run_until_a_stage_prints_where_its_artifacts_are(
+    finished_run: str, tiny_run_config: Path, artifacts: Path
+) -> None:
+    arguments = ["run", str(tiny_run_config), "--artifacts", str(artifacts), "--until", "distill"]
+    result = RUNNER.invoke(cli.app, arguments)
+    lines = result.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["generate", "distill"]
+
+
+def test_a_plan_says_what_is_cached_and_what_is_not(
+    finished_run: str, tiny_run_config: Path, artifacts: Path
+) -> None:
+    arguments = ["plan", str(tiny_run_config), "--artifacts", str(artifacts), "--json"]
+    arguments += ["--set", "measure.max_new_tokens=9"]
+    plan = json.loads(RUNNER.invoke(cli.app, arguments).stdout)
+    assert [(row["stage"], row["state"]) for row in plan["stages"]] == [
+        ("generate", "cached"),
+        ("distill", "cached"),
+        ("measure", "to build"),
+        ("export", "to build"),
+    ]
+    assert "max_new_tokens" in plan["stages"][2]["miss"]
+
+
+def test_a_plan_prints_a_table(finished_run: str, tiny_run_config: Path, artifacts: Path) -> None:
+    arguments = ["plan", str(tiny_run_config), "--artifacts", str(artifacts)]
+    result = RUNNER.invoke(cli.app, arguments)
+    assert result.exit_code == 0
+    assert "upper estimates" in result.stdout
+
+
+def test_an_export_is_a_folder_transformers_loads(
+    finished_run: str, tiny_run_config: Path, artifacts: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    output = tmp_path / "bundle"
+    arguments = ["export", str(tiny_run_config), "--artifacts", str(artifacts), "-o", str(output)]
+    result = RUNNER.invoke(cli.app, arguments)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip() == str(output)
+    assert AutoModelForCausalLM.from_pretrained(output).config.num_hidden_layers == 2
+
+
+def test_an_export_over_something_that_exists_is_refused_with_exit_2(
+    finished_run: str, tiny_run_config: Path, artifacts: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.txt").write_text("keep me", encoding="utf-8")
+    arguments = ["export", str(tiny_run_config), "--artifacts", str(artifacts), "-o", str(tmp_path)]
+    result = RUNNER.invoke(cli.app, arguments)
+    assert result.exit_code == 2
+    assert str(tmp_path) in result.stderr
+
+
+def test_serve_hands_the_pair_to_the_serve_stage(
+    finished_run: str, tiny_run_config: Path, artifacts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setattr(
+        "distill.stages.serve.serve", lambda config, store, **rest: calls.append((config, rest))
+    )
+    arguments = ["serve", str(tiny_run_config), "--artifacts", str(artifacts)]
+    result = RUNNER.invoke(cli.app, arguments)
+    assert result.exit_code == 0, result.output
+    ((config, rest),) = calls
+    assert config.port == 0
+    assert sorted(rest["inputs"]) == ["distill", "measure"]
+    assert rest["block"] is True
+
+
+def test_config_show_prints_a_config_that_reloads_to_an_equal_object(
+    tiny_run_config: Path, tmp_path: Path
+) -> None:
+    result = RUNNER.invoke(cli.app, ["config", "show", str(tiny_run_config)])
+    path = tmp_path / "shown.yaml"
+    path.write_text(result.stdout, encoding="utf-8")
+    assert load_config(path) == load_config(tiny_run_config)
+
+
+def test_config_show_prints_the_schema(tiny_run_config: Path) -> None:
+    result = RUNNER.invoke(cli.app, ["config", "show", str(tiny_run_config), "--schema"])
+    assert set(json.loads(result.stdout)["properties"]) >= {"target", "generate", "distill"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--set", "distill.learning_rat=1"], "Did you mean 'distill.learning_rate'?"),
+        (["--set", "target.model=./not-there"], "not-there"),
+        (["--set", "generate.corpus.path=missing.jsonl"], "missing.jsonl"),
+        (["--until", "destill"], "generate, distill, measure, export"),
+        (["--rerun", "destill"], "generate, distill, measure, export"),
+    ],
+)
+def test_a_users_mistake_is_exit_2_with_one_message_and_no_traceback(
+    tiny_run_config: Path, tmp_path: Path, arguments: list[str], expected: str
+) -> None:
+    command = ["run", str(tiny_run_config), "--artifacts", str(tmp_path), *arguments]
+    result = RUNNER.invoke(cli.app, command)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.count("distill: error:") == 1
+    assert expected in result.stderr
+    assert "Traceback" not in result.output
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+def test_a_bug_is_not_dressed_up_as_a_users_mistake(
+    tiny_run_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(cli, "_load", broken)
+    result = RUNNER.invoke(cli.app, ["run", str(tiny_run_config)])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, RuntimeError)
+
+
+def test_an_interrupt_says_how_to_go_on(
+    tiny_run_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_load", interrupted)
+    result = RUNNER.invoke(cli.app, ["run", str(tiny_run_config)])
+    assert result.exit_code == 130
+    assert "run the same command again" in result.stderr
+
+
+def test_the_version_is_printed() -> None:
+    from distill import __version__
+
+    result = RUNNER.invoke(cli.app, ["--version"])
+    assert result.stdout == f"distill {__version__}\n"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv = ['distill', '--help']\n"
+        "try:\n    import distill.__main__; distill.__main__.app()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'pydantic', 'pyarrow', 'omegaconf'} & set(sys.modules)\n"
+        "print('heavy:', sorted(heavy))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "heavy: []" in result.stdout
+    assert "Usage" in result.stdout
