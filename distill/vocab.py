@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -63,7 +64,7 @@ def check_pair(
     draft_tokenizer: PreTrainedTokenizerBase,
     draft_shape: ModelShape,
     *,
-    is_template_required: bool = True,
+    takes_target_tokenizer: bool = False,
     min_context_length: int | None = None,
 ) -> PairReport:
     """Check that a draft's token ids mean what the target's do. All mismatches in one error.
@@ -72,8 +73,8 @@ def check_pair(
     simply never accepted.
 
     Args:
-        is_template_required: also require equal chat templates. Decoding does not need it (the
-            target's ids are what the draft reads); a draft that is shipped does.
+        takes_target_tokenizer: the draft will be given the target's tokenizer, so its own chat
+            template and pad token, which say nothing about ids, are not compared.
         min_context_length: what will be served, in tokens; the draft has to reach that far.
 
     Raises:
@@ -84,8 +85,9 @@ def check_pair(
     problems += _token_problems(target_tokenizer, draft_tokenizer)
     problems += _row_problems("target", target_tokenizer, target_shape)
     problems += _row_problems("draft", draft_tokenizer, draft_shape)
-    problems += _special_problems(target_tokenizer, draft_tokenizer)
-    if is_template_required:
+    names = [name for name in _SPECIAL_TOKENS if not (takes_target_tokenizer and name == "pad")]
+    problems += _special_problems(target_tokenizer, draft_tokenizer, names)
+    if not takes_target_tokenizer:
         problems += _template_problems(target_tokenizer, draft_tokenizer)
     problems += _context_problems(target_shape, draft_shape, min_context_length, notes)
     if problems:
@@ -143,9 +145,11 @@ def _row_problems(which: str, tokenizer: PreTrainedTokenizerBase, shape: ModelSh
     ]
 
 
-def _special_problems(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> list[str]:
+def _special_problems(
+    target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, names: Sequence[str]
+) -> list[str]:
     problems = []
-    for name in _SPECIAL_TOKENS:
+    for name in names:
         theirs = getattr(target, f"{name}_token_id")
         ours = getattr(draft, f"{name}_token_id")
         if theirs != ours:

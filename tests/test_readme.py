@@ -87,8 +87,8 @@ def test_the_readme_s_client_streams_from_a_served_pair(
     inputs: dict[str, Any] = {"distill": artifacts["distill"]}
     (code,) = [block for block in blocks("python") if "from openai" in block]
     with distill.serve(config.serve, store, inputs=inputs, block=False) as server:
-        code = code.replace("http://127.0.0.1:8000/v1", f"{server.base_url}/v1")
-        code = code.replace("SmolLM2-135M-Instruct", server.model_id)
+        code = code.replace("http://127.0.0.1:8000/v1", server.base_url)
+        code = code.replace("SmolLM2-135M-Instruct", "target")
         exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out
 

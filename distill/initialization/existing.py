@@ -26,7 +26,13 @@ class ExistingConfig(Config):
             PairMismatchError: the two do not share a vocabulary.
         """
         draft = load_target(self.model)
-        check_pair(target.tokenizer, target.shape, draft.tokenizer, draft.shape)
+        check_pair(
+            target.tokenizer,
+            target.shape,
+            draft.tokenizer,
+            draft.shape,
+            takes_target_tokenizer=True,
+        )
         draft.tokenizer = target.tokenizer
         draft.model.to(target.device)
         return draft

@@ -53,9 +53,10 @@ def _speed_reason(run: Mapping[str, Any], is_faster: bool, min_speedup: float) -
     interval = ""
     if speedup["low"] is not None:
         interval = f" ({speedup['low']:.2f} to {speedup['high']:.2f})"
+    depth = run["num_draft_tokens"]
     return (
         f"temperature {run['temperature']:g}: {speedup['value']:.2f}x measured{interval} with "
-        f"{run['num_draft_tokens']} draft tokens, {'above' if is_faster else 'not above'} "
+        f"{depth} draft token{'' if depth == 1 else 's'}, {'above' if is_faster else 'not above'} "
         f"{min_speedup:g}x; {run['predicted_speedup']:.2f}x predicted"
     )
 

@@ -116,6 +116,9 @@ def speedup_by_depth(report: Mapping[str, Any]) -> str | None:
     runs = report["timing"].get("runs", [])
     if not plans:
         return None
+    heights = [point["speedup"] for plan in plans for point in plan["curve"]]
+    heights += [run["speedup"]["high"] or run["speedup"]["value"] for run in runs]
+    top = 1.06 * max(1.0, *heights)
 
     def draw(axes: Axes, temperature: float) -> None:
         axes.axhline(1.0, color=INK, linewidth=1, linestyle=(0, (4, 3)))
@@ -137,7 +140,7 @@ def speedup_by_depth(report: Mapping[str, Any]) -> str | None:
                     )
         axes.set_xlabel("draft tokens per target call")
         axes.set_ylabel("speedup")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, top)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
     return _panels("depth", report["temperatures"], draw, height=2.9, share_y=True)

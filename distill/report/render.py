@@ -56,7 +56,7 @@ def render_html(report: Mapping[str, Any]) -> str:
     template = environment.from_string(source.read_text(encoding="utf-8"))
     # The SVG is markup of our own making; its only text from a run is escaped by matplotlib.
     svg = {name: Markup(text) if text else None for name, text in drawings.items()}
-    return template.render(report=report, plots=svg, labels=plots.LABELS)
+    return template.render(report=report, plots=svg, labels=plots.LABELS, trained=trained(report))
 
 
 def report_table(report: Mapping[str, Any]) -> Table:
@@ -73,7 +73,8 @@ def report_table(report: Mapping[str, Any]) -> Table:
         table.add_column(f"temperature {row['temperature']:g}", justify="right", no_wrap=True)
     for label, cells in summary_lines(report["summary"]):
         table.add_row(label, *cells)
-    notes = [f"why: {reason}" for reason in verdict["reasons"]]
+    notes = [f"draft: {trained(report)}"] if trained(report) else []
+    notes += [f"why: {reason}" for reason in verdict["reasons"]]
     notes += [f"{stage}: {artifact['path']}" for stage, artifact in report["artifacts"].items()]
     table.caption = Text("\n".join(notes), overflow="fold")
     return table
@@ -109,6 +110,30 @@ def summary_lines(summary: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[
 def headline(verdict: Mapping[str, Any]) -> str:
     """The verdict in words."""
     return "ship" if verdict["ship"] else "do not ship"
+
+
+def trained(report: Mapping[str, Any]) -> str:
+    """What was trained, in a line: where the draft started, its size, losses, steps and time."""
+    settings, metrics = report["training"]["settings"], report["training"]["metrics"]
+    parts = []
+    if "initialization" in settings:
+        start = dict(settings["initialization"])
+        kind = start.pop("kind", "")
+        parts.append(f"{kind} ({', '.join(f'{k} {v}' for k, v in start.items() if v is not None)})")
+    if "num_parameters" in metrics:
+        parts.append(f"{metrics['num_parameters'] / 1e6:.1f}M parameters")
+    if settings.get("vocabulary_size"):
+        parts.append(f"proposes {settings['vocabulary_size']} tokens")
+    if "loss" in settings:
+        loss = settings["loss"]
+        names = [loss] if isinstance(loss, str) else [phase["name"] for phase in loss]
+        parts.append(f"trained with {' then '.join(names)}")
+    if "num_steps" in metrics:
+        parts.append(
+            f"{metrics['num_steps']} steps, {metrics['num_tokens']} tokens, "
+            f"{metrics['train_s']:.0f} s"
+        )
+    return "; ".join(parts)
 
 
 def training_points(report: Mapping[str, Any]) -> list[tuple[int, float, float]]:

@@ -20,7 +20,6 @@ where plain decoding is faster).
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,8 +44,6 @@ from distill.stages.measure_units import Bench, Units, compare_greedy
 from distill.vocab import check_pair
 
 __all__ = ["CODE_VERSION", "MeasureConfig", "TimingConfig", "measure_acceptance", "measure_key"]
-
-logger = logging.getLogger(__name__)
 
 STAGE = "measure"
 CODE_VERSION = 1
@@ -181,7 +178,6 @@ def _build(
     acceptance_s = time.perf_counter() - started
     timing: dict[str, Any] = {}
     if config.timing.enabled:
-        logger.info("timing plain and speculative decoding, interleaved")
         timing = time_pair(
             target,
             contestants,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,8 @@ from distill.stages.measure_runs import (
     make_engine,
     request_of,
 )
+
+logger = logging.getLogger(__name__)
 
 DraftAt = tuple[str, float]
 """A draft's name and a temperature."""
@@ -68,13 +71,17 @@ def time_pair(
     timed = [c for c in contestants if config.baselines or c.name == DISTILLED]
     chosen = _spread_out(prompts, config.num_prompts)
     costs = _step_costs(target, timed, chosen, temperatures, config)
-    plans, runs = [], []
+    plans: list[dict[str, Any]] = []
+    runs: list[dict[str, Any]] = []
     for temperature in temperatures:
         here = [
             _plan(c.name, temperature, _pooled(cells, c.name, temperature), costs, config)
             for c in timed
         ]
         plans += here
+        logger.info(
+            "timing %d drafts at temperature %g against plain decoding", len(timed), temperature
+        )
         runs += _time_drafts(target, timed, here, chosen, temperature, config, seed)
     return {
         "conditions": timing.conditions(target.device, target.dtype) | {"batch_size": 1},

@@ -20,6 +20,10 @@ from tests.distill_helpers import make_generated
 # A child dies at the place it is told to; the next one resumes what it left.
 _SCRIPT = """
 import os, signal, sys
+import accelerate
+from transformers import (
+    AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+)
 from distill.artifacts import ArtifactStore
 from distill.config import parse_config
 from distill.stages import distill_draft as stage

@@ -5,6 +5,7 @@ Refuses to test the counting itself twice: test_metrics.py does; here two golden
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ evaluate = pytest.importorskip("evaluate")
 from distill.errors import ConfigError, RegistryError  # noqa: E402
 from distill.metrics.evaluate_modules import MODULES, module_path  # noqa: E402
 
+SPEEDUP = (MODULES[2], {"draft_cost_ratio": 0.125})
 ROUNDS = {"predictions": [2, 0, 4], "references": [4, 4, 4]}
 
 
@@ -58,6 +60,17 @@ def test_expected_speedup_pays_for_verification(tmp_path: Path) -> None:
         **ROUNDS, draft_cost_ratio=0.125, verify_cost_ratio=1.5
     )
     assert result["expected_speedup"] == 1.5
+
+
+@pytest.mark.parametrize(("name", "options"), [*((n, {}) for n in MODULES[:2]), SPEEDUP])
+def test_the_class_itself_gives_what_the_loaded_module_gives(
+    name: str, options: dict[str, float], tmp_path: Path
+) -> None:
+    module = importlib.import_module(f"distill.metrics.evaluate_modules.{name}.{name}")
+    class_name = "".join(word.title() for word in name.split("_"))
+    metric = getattr(module, class_name)(cache_dir=str(tmp_path / "own"), keep_in_memory=True)
+    loaded = _load(name, tmp_path)
+    assert metric.compute(**ROUNDS, **options) == loaded.compute(**ROUNDS, **options)
 
 
 def test_batches_add_up(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from distill.models import load_target
 from distill.runtime.stats import DecodeStats
 from distill.sampling import SamplingConfig
 from distill.stages import measure_runs as runs
+from distill.stages import measure_units
 from distill.stages.measure import MeasureConfig, TimingConfig, measure_acceptance, measure_key
 from tests import measure_helpers as given
 from tests.helpers import make_llama, save_pretrained_dir
@@ -331,6 +332,30 @@ def test_equal_logits_are_a_tie(target_dir: Path) -> None:
     found = runs.find_divergence(target, [5, 6, 7], plain, [plain[0], twin, 8])
     assert found is not None
     assert (found["position"], found["margin"], found["is_tie"]) == (1, 0.0, True)
+
+
+def test_ties_and_wrong_answers_are_counted_apart(target_dir: Path) -> None:
+    target = load_target(given.model_config(target_dir))
+    plain = _greedy(target.model, [5, 6, 7], 3)
+    wrong = [plain[0], (plain[1] + 1) % 300, plain[2]]
+    prompts = [runs.HeldOutPrompt(name, "chat", (5, 6, 7), {}) for name in ("same", "wrong")]
+    counted = measure_units.compare_greedy(
+        target,
+        prompts,
+        {(0.0, "same"): plain, (0.0, "wrong"): plain},
+        [
+            PromptRecord("distilled", t, name, "chat", {}, 0, {})
+            for t, name in ((0.0, "same"), (0.0, "wrong"), (1.0, "wrong"))
+        ],
+        [plain, wrong, wrong],
+    )
+    assert {k: v for k, v in counted.items() if k.startswith("num_")} == {
+        "num_compared": 2,
+        "num_identical": 1,
+        "num_ties": 0,
+        "num_broken": 1,
+    }
+    assert counted["divergences"][0]["prompt_id"] == "wrong"
 
 
 # ------------------------------------------------------------------------------ the verdict

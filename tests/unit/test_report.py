@@ -25,6 +25,9 @@ DRAFTS = ("distilled", "undistilled", "prompt_lookup")
 TASKS = ("chat", "math <b>& $x_1$")
 
 
+TRAINED = {"num_parameters": 42_500_000, "num_steps": 380, "num_tokens": 9000, "train_s": 61.5}
+
+
 class Target(Config):
     """Stands in for a stage's settings."""
 
@@ -32,11 +35,27 @@ class Target(Config):
     dtype: str = "auto"
 
 
+class Start(Config):
+    """Stands in for how a draft starts."""
+
+    kind: str = "pruned"
+    layers: tuple[int, ...] = (0, 29)
+    num_layers: int | None = None
+
+
+class Phase(Config):
+    """Stands in for a phase of the loss schedule."""
+
+    name: str
+
+
 class Settings(Config):
     """Stands in for a stage's settings."""
 
     target: Target = Target()
     learning_rate: float = 3e-4
+    initialization: Start = Start()
+    loss: tuple[Phase, ...] = (Phase(name="forward_kl"), Phase(name="acceptance"))
 
 
 def _records() -> list[PromptRecord]:
@@ -175,7 +194,7 @@ def _artifacts(root: Path, **metrics: Any) -> dict[str, Artifact]:
     )
     return {
         "generate": _artifact(store, "generate", {"a.txt": "x"}, {"num_rows": 100}),
-        "distill": _artifact(store, "distill", {"training_log.jsonl": log}, {"wall_s": 61.5}),
+        "distill": _artifact(store, "distill", {"training_log.jsonl": log}, TRAINED),
         "measure": _artifact(
             store,
             "measure",
@@ -292,6 +311,16 @@ def test_terminal_table_says_verdict_numbers_and_places(report: dict[str, Any]) 
     assert "1.62x [1.52, 1.72]" in text
     assert "undistilled 1.20x" in text
     assert str(report["artifacts"]["measure"]["path"])[:60] in text
+
+
+def test_what_was_trained_is_said_in_a_line(report: dict[str, Any], page: str) -> None:
+    line = (
+        "pruned (layers [0, 29]); 42.5M parameters; trained with forward_kl then acceptance; "
+        "380 steps, 9000 tokens, 62 s"
+    )
+    assert render.trained(report) == line
+    assert line in page
+    assert "42.5M parameters" in _printed(report)
 
 
 def test_a_draft_not_worth_shipping_is_said_to_be_so(tmp_path: Path) -> None:

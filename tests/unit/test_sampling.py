@@ -21,6 +21,7 @@ from distill.sampling import (
     SamplingConfig,
     argmax_last,
     edit_logits,
+    log_normalizer,
     logits_to_probs,
     overlap,
     probs_by_row,
@@ -100,11 +101,44 @@ def test_top_k_keeps_ties_at_its_border():
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_the_mass():
-    logits = torch.tensor([0.5, 0.2, 0.2, 0.1]).log()
+    logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
     kept = logits_to_probs(logits, SamplingConfig(top_p=0.6)) > 0
     assert kept.tolist() == [True, True, False, False]
     kept = logits_to_probs(logits, SamplingConfig(top_p=0.01)) > 0
     assert kept.tolist() == [True, False, False, False]
+
+
+def test_top_p_keeps_ties_at_its_border():
+    logits = torch.tensor([0.4, 0.2, 0.2, 0.2]).log()
+    probs = logits_to_probs(logits, SamplingConfig(top_p=0.5))
+    assert probs.tolist() == pytest.approx([0.4, 0.2, 0.2, 0.2])
+
+
+def test_many_rows_get_what_each_row_gets_alone():
+    """Large batches are worked on in blocks of rows."""
+    logits = torch.randn(3, 5, 70_000, generator=torch.Generator().manual_seed(4)) * 3
+    sampling = SamplingConfig(temperature=0.8, top_k=900, top_p=0.9, min_p=0.001)
+    together = logits_to_probs(logits, sampling)
+    alone = torch.stack([logits_to_probs(row, sampling) for row in logits[1]])
+    torch.testing.assert_close(together[1], alone)
+
+
+def test_logits_are_left_as_they_were():
+    logits = torch.randn(2, 30)
+    before = logits.clone()
+    logits_to_probs(logits, SamplingConfig(temperature=0.3, top_k=4, top_p=0.5, min_p=0.1))
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_log_normalizer_is_the_log_sum_exp(dtype):
+    logits = (torch.randn(70, 5000, generator=torch.Generator().manual_seed(4)) * 5).to(dtype)
+    logits[0] = 0.0
+    logits[1, 7] = 300.0
+    logits[2, :4000] = -torch.inf
+    got = log_normalizer(logits)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, logits.float().logsumexp(-1), atol=1e-5, rtol=1e-6)
 
 
 def test_min_p_drops_tokens_below_a_share_of_the_largest():

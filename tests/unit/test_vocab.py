@@ -88,6 +88,16 @@ def test_another_special_token_is_refused_with_both_ids(name: str) -> None:
         check_pair(tokenizer, make_shape(), other, make_shape())
 
 
+def test_a_draft_that_takes_the_target_s_tokenizer_may_pad_and_template_otherwise() -> None:
+    tokenizer, other = make_tokenizer(), make_tokenizer()
+    other.pad_token = "A"
+    other.chat_template = "{{ messages }}"
+    check_pair(tokenizer, make_shape(), other, make_shape(), takes_target_tokenizer=True)
+    other.eos_token = "A"
+    with pytest.raises(PairMismatchError, match="eos token"):
+        check_pair(tokenizer, make_shape(), other, make_shape(), takes_target_tokenizer=True)
+
+
 def test_a_tokenizer_that_adds_a_begin_token_is_refused() -> None:
     from tokenizers.processors import TemplateProcessing
 
@@ -104,7 +114,7 @@ def test_templates_must_match_unless_only_decoding_is_asked() -> None:
     other.chat_template = None
     with pytest.raises(PairMismatchError, match=r"none in the draft.*chat_template\.jinja"):
         check_pair(make_tokenizer(), make_shape(), other, make_shape())
-    check_pair(make_tokenizer(), make_shape(), other, make_shape(), is_template_required=False)
+    check_pair(make_tokenizer(), make_shape(), other, make_shape(), takes_target_tokenizer=True)
 
 
 def test_a_shorter_draft_context_is_a_note_until_more_is_to_be_served() -> None:
