@@ -7,7 +7,7 @@ Legend: B rows, S positions, N flat rows, V vocabulary. p = target, q = draft (L
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from distill.errors import SamplingError
 DRAFT_LANE, ACCEPT_LANE, RESIDUAL_LANE = 0, 1, 2
 """Independent random streams of one request: draw a draft token, test it, replace it."""
 
+_CHUNK_VALUES = 2**18
 _BLOCK = 128  # the two-level searches below look at V / 128 block summaries, then at one block
 
 
@@ -33,8 +34,12 @@ class SamplingConfig(Config):
     ``presence_penalty`` and ``frequency_penalty`` at the output only.
     """
 
-    logit_bias: dict[NonNegativeInt, float] = setting({}, description="Added to the logits, by token id.")
-    bad_token_ids: tuple[NonNegativeInt, ...] = setting((), description="Token ids that never appear.")
+    logit_bias: dict[NonNegativeInt, float] = setting(
+        {}, description="Added to the logits, by token id."
+    )
+    bad_token_ids: tuple[NonNegativeInt, ...] = setting(
+        (), description="Token ids that never appear."
+    )
     min_tokens: int = setting(0, ge=0, description="No stop token before this many tokens.")
     repetition_penalty: float = setting(1.0, gt=0.0, description="> 1 discourages seen tokens.")
     presence_penalty: float = setting(0.0, description="Subtracted once per token seen in output.")
@@ -130,30 +135,78 @@ def edit_logits(
 def logits_to_probs(logits_BSV: Tensor, sampling: SamplingConfig) -> Tensor:
     """Return the distribution that is drawn from, float32 (float64 stays), any leading shape.
 
-    Temperature 0 gives the one-hot of the argmax. Ties at the top-k border are all kept, so the
-    result does not depend on a sort's order. Logits may hold -inf, never NaN.
+    Temperature 0 gives the one-hot of the argmax. Ties at the border of top-k or top-p are all
+    kept, so the result does not depend on a sort's order. Logits may hold -inf, never NaN.
     """
+    rows_NV = logits_BSV.reshape(-1, logits_BSV.shape[-1])
+    probs_NV = torch.empty(
+        rows_NV.shape, dtype=_at_least_float32(rows_NV.dtype), device=rows_NV.device
+    )
     if sampling.is_greedy:
-        winner = argmax_last(logits_BSV)
-        zeros = torch.zeros(
-            logits_BSV.shape, dtype=_at_least_float32(logits_BSV.dtype), device=logits_BSV.device
-        )
-        return zeros.scatter_(-1, winner.unsqueeze(-1), 1.0)
+        probs_NV.zero_().scatter_(1, argmax_last(rows_NV).unsqueeze(1), 1.0)
+    else:
+        for part, target in _row_chunks(rows_NV, probs_NV):
+            target.copy_(_shaped_probs(part, sampling))
+    return probs_NV.view(logits_BSV.shape)
+
+
+def _shaped_probs(logits_NV: Tensor, sampling: SamplingConfig) -> Tensor:
     # Convert first: the CPU softmax that converts on the fly is several times slower.
-    scores = logits_BSV.to(_at_least_float32(logits_BSV.dtype))
+    scores = logits_NV.to(_at_least_float32(logits_NV.dtype), copy=True)
     if sampling.temperature != 1.0:
-        scores = scores / sampling.temperature
+        scores.div_(sampling.temperature)
     if 0 < sampling.top_k < scores.shape[-1]:
-        floor = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
-        scores = scores.masked_fill(scores < floor, -torch.inf)
+        floor = scores.topk(sampling.top_k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+        scores.masked_fill_(scores < floor, -torch.inf)
     probs = scores.softmax(dim=-1)
+    floor_N1 = torch.zeros_like(probs[:, :1])
     if sampling.top_p < 1.0:
-        probs = _keep_top_p(probs, sampling.top_p)
+        floor_N1 = _nucleus_floor(probs, sampling.top_p)
     if sampling.min_p > 0.0:
-        floor = sampling.min_p * probs.amax(dim=-1, keepdim=True)
-        probs = probs.masked_fill(probs < floor, 0.0)
-        probs = probs / probs.sum(dim=-1, keepdim=True)
+        floor_N1 = floor_N1.maximum(sampling.min_p * probs.amax(dim=-1, keepdim=True))
+    if sampling.top_p < 1.0 or sampling.min_p > 0.0:
+        probs.masked_fill_(probs < floor_N1, 0.0)
+        probs.div_(probs.sum(dim=-1, keepdim=True))
     return probs
+
+
+def _nucleus_floor(probs_NV: Tensor, top_p: float) -> Tensor:
+    """Per row, the probability of the last token of the nucleus: the most likely tokens that
+    together reach ``top_p`` (Holtzman et al. 2020, arXiv 1904.09751)."""
+    if probs_NV.device.type != "cpu":
+        return _floor_of(probs_NV, top_p)
+    # All tokens below (1 - top_p) / V together hold less than 1 - top_p, so the nucleus lies above
+    # it: on language models a few hundred of 50k tokens, and sorting them is all that is left.
+    least = (1.0 - top_p) / probs_NV.shape[-1]
+    return torch.stack([_floor_of(row_V[row_V >= least], top_p) for row_V in probs_NV])
+
+
+def _floor_of(probs: Tensor, top_p: float) -> Tensor:
+    ordered = probs.sort(dim=-1, descending=True).values
+    mass_before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
+    last = (mass_before < top_p).sum(dim=-1, keepdim=True) - 1
+    return ordered.gather(-1, last)
+
+
+def log_normalizer(logits_NV: Tensor) -> Tensor:
+    """log sum_v exp(logit_v) per row, float32: what turns a logit into a log-probability.
+
+    By way of the softmax of the largest logit, whose CPU kernel is several times faster than that
+    of ``logsumexp``; the largest probability is at least 1 / V, so its logarithm loses nothing.
+    """
+    logs = []
+    for part, _ in _row_chunks(logits_NV, logits_NV):
+        scores = part.to(_at_least_float32(part.dtype))
+        logs.append(scores.amax(dim=-1) - scores.softmax(dim=-1).amax(dim=-1).log())
+    return torch.cat(logs)
+
+
+def _row_chunks(rows_NV: Tensor, beside_NV: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of row blocks small enough that several passes over one stay in the CPU's cache."""
+    size = max(1, _CHUNK_VALUES // rows_NV.shape[-1])
+    if rows_NV.device.type != "cpu":
+        size = max(1, rows_NV.shape[0])
+    yield from zip(rows_NV.split(size), beside_NV.split(size), strict=True)
 
 
 def probs_by_row(logits_NV: Tensor, samplings: Sequence[SamplingConfig]) -> Tensor:
@@ -170,15 +223,6 @@ def probs_by_row(logits_NV: Tensor, samplings: Sequence[SamplingConfig]) -> Tens
         index = torch.tensor(rows, device=logits_NV.device)
         probs_NV[index] = logits_to_probs(logits_NV[index], samplings[rows[0]])
     return probs_NV
-
-
-def _keep_top_p(probs: Tensor, top_p: float) -> Tensor:
-    """Zero all but the smallest set of most likely tokens with mass >= top_p; renormalise."""
-    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    mass_before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
-    dropped = torch.zeros_like(probs, dtype=torch.bool).scatter_(-1, order, mass_before >= top_p)
-    kept = probs.masked_fill(dropped, 0.0)
-    return kept / kept.sum(dim=-1, keepdim=True)
 
 
 def argmax_last(logits: Tensor) -> Tensor:
@@ -268,7 +312,7 @@ def uniforms(seeds: Any, counters: Any, lane: int) -> Tensor:
         seeds: integers of any size and sign (taken modulo 2**64), broadcast against counters.
         counters: non-negative integers, e.g. how many tokens the row has emitted.
     """
-    key, count = np.asarray(_modulo_64(seeds)), np.asarray(_modulo_64(counters))
+    key, count = _modulo_64(seeds), _modulo_64(counters)
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is the point
         keyed = _mix(key + _GOLDEN) ^ (count * _GOLDEN + _ODD)
         bits = _mix(_mix(keyed) ^ np.uint64(lane * 2 + 1))
@@ -280,11 +324,11 @@ _ODD = np.uint64(0xD1B54A32D192ED03)
 
 
 def _modulo_64(values: Any) -> Any:
-    if isinstance(values, Tensor | np.ndarray):
-        return np.asarray(values).astype(np.int64).view(np.uint64)
-    if isinstance(values, int):
-        return np.uint64(values & 0xFFFFFFFFFFFFFFFF)
-    return np.stack([_modulo_64(value) for value in values])
+    try:
+        return np.asarray(values, dtype=np.int64).view(np.uint64)
+    except OverflowError:  # a seed wider than 64 bits: rare, so it may take the slow way
+        wide = np.asarray(values, dtype=object)
+        return (wide & 0xFFFFFFFFFFFFFFFF).astype(np.uint64)
 
 
 def _mix(bits: Any) -> Any:

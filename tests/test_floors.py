@@ -27,6 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "runtime.cache",
         "runtime.commit",
         "runtime.attention",
+        "runtime.packing",
     ),
     ("initialization", "drafters", "metrics"),
     ("runtime", "runtime.decode"),

@@ -23,7 +23,8 @@ class Proposal:
     tokens_BK: padded with any valid id behind each row's own number.
     num_tokens_B: how many are real; at most what was asked.
     probs_BKV: float32, what each token was REALLY drawn from; None for a deterministic drafter
-        (q is the one-hot of the token). Rows at temperature 0 are never read.
+        (q is the one-hot of the token). Rows at temperature 0 are never read. Valid until the
+        drafter's next proposal.
     """
 
     tokens_BK: Tensor

@@ -79,6 +79,7 @@ class CausalLMDrafter:
         self._cache = RaggedCache(model, max_rows=1)
         self._head: nn.Module | None = None
         self._ids_U: Tensor | None = None
+        self._probs: Tensor | None = None
         self._vocabulary_size = 0
 
     def start(self, *, vocabulary_size: int, max_batch_size: int) -> None:
@@ -90,7 +91,7 @@ class CausalLMDrafter:
         self._rows, self._owners = {}, []
         self._cache = RaggedCache(self.model, max_rows=max_batch_size)
         self._vocabulary_size = vocabulary_size
-        self._head = self._ids_U = None
+        self._head = self._ids_U = self._probs = None
         if self._requested_ids is None:
             return
         own_head = self.model.get_output_embeddings()
@@ -155,8 +156,7 @@ class CausalLMDrafter:
             return Proposal(tokens_BK, num_tokens_B, None)
         probs_BKV = None
         if not all(row.row.sampling.is_greedy for row in active):
-            shape = (len(handles), width, self._vocabulary_size)
-            probs_BKV = torch.zeros(shape, dtype=torch.float32, device=device)
+            probs_BKV = self._room_for_probs(len(handles), width, device)
         self._read_long_prefixes(active)
         uniforms_AK = self._uniforms(active, width)
         for step in range(width):
@@ -172,6 +172,21 @@ class CausalLMDrafter:
                     tokens_BK[a.index, step] = token
                     num_tokens_B[a.index] = step + 1
         return Proposal(tokens_BK, num_tokens_B, probs_BKV)
+
+    def _room_for_probs(self, num_rows: int, width: int, device: torch.device) -> Tensor:
+        """A part of one buffer that is used again every round: it is as large as B K V.
+
+        Zero where this draft never writes, that is for ids it lacks; rows that are not written
+        this round keep old values and are not read.
+        """
+        old = self._probs
+        if old is None or old.shape[0] < num_rows or old.shape[1] < width:
+            rows = num_rows if old is None else max(num_rows, old.shape[0])
+            steps = width if old is None else max(width, old.shape[1])
+            shape = (rows, steps, self._vocabulary_size)
+            self._probs = torch.zeros(shape, dtype=torch.float32, device=device)
+        assert self._probs is not None
+        return self._probs[:num_rows, :width]
 
     def _active_rows(
         self,
@@ -197,7 +212,8 @@ class CausalLMDrafter:
         A target may have more ids than its draft; a row that uses one goes on without drafts.
         """
         unread = tokens[self.num_cached_tokens(handle) :]
-        return max(unread) < self.model.get_input_embeddings().weight.shape[0]
+        num_readable: int = self.model.get_input_embeddings().weight.shape[0]
+        return max(unread) < num_readable
 
     def _read_long_prefixes(self, active: list[_Active]) -> None:
         missing = {}

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from distill.errors import CacheRollbackError, ContextLengthError
 from distill.runtime.attention import attention_for, ragged_mask
+from distill.runtime.packing import PackedLinears
 
 _ROUND_UP = 64
 _ROLLBACK_BY_LENGTH = ("full_attention", "sliding_attention")
@@ -60,10 +61,12 @@ class RaggedCache:
     def __init__(self, model: Any, *, max_rows: int, capacity: int = 256) -> None:
         self.config = model.config.get_text_config()
         self.layer_types = check_can_roll_back(model)
+        self.packed = PackedLinears(model)
         self.max_rows = max_rows
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
         self.lengths: list[int] = []
         self._capacity = _rounded_up(capacity)
+        self._slots = 0
         self._memory: dict[int, tuple[Tensor, Tensor]] = {}
         self._plan: _Plan | None = None
         self._index: tuple[int, Tensor] | None = None
@@ -102,17 +105,26 @@ class RaggedCache:
 
     @torch.inference_mode()
     def reserve(self, length: int) -> None:
-        """Make room for rows of ``length`` tokens; at least doubles, so that copies stay rare."""
-        if length <= self._capacity:
+        """Make room for the rows that are here, of up to ``length`` tokens each.
+
+        Grows by doubling, so that copies stay rare; call it with the most that is to come, after
+        the rows have joined, and there are none.
+        """
+        is_enough = length <= self._capacity and self.num_rows <= self._slots
+        if is_enough:
             return
-        self._capacity = _rounded_up(max(length, 2 * self._capacity))
+        if length > self._capacity:
+            self._capacity = _rounded_up(max(length, 2 * self._capacity))
+        if self.num_rows > self._slots:
+            self._slots = min(self.max_rows, max(self.num_rows, 2 * self._slots))
         for layer, pair in self._memory.items():
             self._memory[layer] = (self._grown(pair[0]), self._grown(pair[1]))
 
     def _grown(self, old: Tensor) -> Tensor:
-        new = old.new_zeros(old.shape[0], old.shape[1], self._capacity, old.shape[3])
+        new = self._empty(old)
         used = max(self.lengths, default=0)
-        new[: self.num_rows, :, :used] = old[: self.num_rows, :, :used]
+        rows = min(self.num_rows, old.shape[0])
+        new[:rows, :, :used] = old[:rows, :, :used]
         return new
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, **_: Any) -> tuple[Any, Any]:
@@ -143,7 +155,7 @@ class RaggedCache:
 
     def _empty(self, like: Tensor) -> Tensor:
         # Zeros, not empty: a masked position has weight 0, and 0 * NaN would be NaN.
-        shape = (self.max_rows, like.shape[1], self._capacity, like.shape[3])
+        shape = (self._slots, like.shape[1], self._capacity, like.shape[3])
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     def _flat_index(self, plan: _Plan, num_heads: int) -> Tensor:
@@ -219,6 +231,7 @@ def forward(
     )
     with (
         cache.writing(first_row, num_tokens_B, device) as plan,
+        cache.packed.applied(head),
         attention_for(model, cache.config) as is_ours,
         _head_on(
             model, head, _positions_wanted(num_tokens_B, num_tokens, logits_of).to(device)

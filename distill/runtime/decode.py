@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from distill.runtime.requests import (
 from distill.runtime.rounds import judge
 from distill.runtime.stats import DecodeStats
 from distill.runtime.verify import Verification
-from distill.sampling import SamplingConfig
+from distill.sampling import SamplingConfig, log_normalizer
 
 __all__ = [
     "DecodeEngine",
@@ -119,7 +120,7 @@ class DecodeEngine:
         )
         handle = self._next_handle
         self._next_handle += 1
-        decode_text = None if self._tokenizer is None else self._text
+        decode_text = None if self._tokenizer is None else partial(_text, self._tokenizer)
         self._pending.append(Row.of(handle, request, self.max_length, decode_text))
         return handle
 
@@ -233,7 +234,7 @@ class DecodeEngine:
         hidden_ND: Tensor,
     ) -> None:
         """Keep what predicted each verified token; the commit's boundary is applied later."""
-        logsumexp_N = torch.logsumexp(logits_NV.float(), dim=-1)
+        logsumexp_N = log_normalizer(logits_NV)
         flat = 0
         for row, draft, accepted in zip(
             self._rows, drafts, verification.num_accepted_B.tolist(), strict=True
@@ -289,10 +290,6 @@ class DecodeEngine:
             self._cache.roll_back(index, length)
             if self._drafter is not None:
                 self._drafter.commit(row.handle, len(row.token_ids))
-
-    def _text(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        return text
 
 
 def decode_batch(engine: DecodeEngine, requests: Sequence[DecodeRequest]) -> list[DecodeResult]:
@@ -385,6 +382,13 @@ def _prompt_token_ids(
         encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         return list(encoded["input_ids"])
     return [item for item in prompt if isinstance(item, int)]
+
+
+def _text(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    # A function, not a method: a row that pointed back at its engine would keep the caches of a
+    # finished engine alive until the garbage collector comes by, gigabytes later.
+    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    return text
 
 
 def _token_lists(proposal: Proposal) -> list[list[int]]:

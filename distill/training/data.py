@@ -21,8 +21,11 @@ from torch import Tensor
 from distill.artifacts import Artifact
 from distill.errors import ConfigError, TrainingError
 
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
 _COMPLETIONS = "completions.parquet"
 _USABLE = ("completed", "truncated")
+_ID_COLUMNS = ("prompt_token_ids", "completion_token_ids", "loss_mask")
 # Rows are sorted by length inside a pool of this many micro-batches: little padding, and the
 # micro-batches of a step still mix lengths, because they are shuffled afterwards.
 _POOL_MICRO_BATCHES = 16
@@ -38,10 +41,10 @@ class Row:
     """
 
     row_id: str
-    input_ids_T: np.ndarray[Any, np.dtype[np.int64]]
-    positions_N: np.ndarray[Any, np.dtype[np.int64]]
+    input_ids_T: Ints
+    positions_N: Ints
     states_name: str
-    state_rows_N: np.ndarray[Any, np.dtype[np.int64]]
+    state_rows_N: Ints
 
     @property
     def length(self) -> int:
@@ -90,11 +93,14 @@ def read_rows(
         )
     rows: list[Row] = []
     num_seen = num_cut = 0
-    for record in table.to_pylist():
+    records = table.select(["row_id", "split", "status", "hidden_file", "hidden_offset"])
+    for index, record in enumerate(records.to_pylist()):
         if record["split"] != split or record["status"] not in _USABLE:
             continue
         num_seen += 1
-        row = _row(record, max_length)
+        # arrays, not lists of Python integers: a corpus has millions of tokens
+        ids = {name: table.column(name)[index].values.to_numpy() for name in _ID_COLUMNS}
+        row = _row(record, max_length, **ids)
         if row is None:
             num_cut += 1
         else:
@@ -109,19 +115,25 @@ def read_rows(
     return rows
 
 
-def _row(record: dict[str, Any], max_length: int) -> Row | None:
-    prompt, completion = record["prompt_token_ids"], record["completion_token_ids"]
-    if not prompt or not completion:
+def _row(
+    record: dict[str, Any],
+    max_length: int,
+    *,
+    prompt_token_ids: Ints,
+    completion_token_ids: Ints,
+    loss_mask: Ints,
+) -> Row | None:
+    num_prompt = len(prompt_token_ids)
+    if not num_prompt or not len(completion_token_ids):
         return None
-    ids = np.asarray(prompt + completion, dtype=np.int64)
-    mask = np.asarray(record["loss_mask"], dtype=bool)
-    assert len(mask) == len(ids), "loss_mask covers prompt and completion"
+    ids = np.concatenate([prompt_token_ids, completion_token_ids]).astype(np.int64)
+    assert len(loss_mask) == len(ids), "loss_mask covers prompt and completion"
     # the state at position t predicts the id at t + 1
-    positions_N = np.flatnonzero(mask[1:])
-    positions_N = positions_N[(positions_N >= len(prompt) - 1) & (positions_N < max_length)]
+    positions_N = np.flatnonzero(loss_mask[1:])
+    positions_N = positions_N[(positions_N >= num_prompt - 1) & (positions_N < max_length)]
     if not len(positions_N):
         return None
-    state_rows_N = positions_N - (len(prompt) - 1) + record["hidden_offset"]
+    state_rows_N = positions_N - (num_prompt - 1) + record["hidden_offset"]
     # nothing is learnt from what follows the last trained position
     ids = ids[: positions_N[-1] + 1]
     return Row(record["row_id"], ids, positions_N, record["hidden_file"], state_rows_N)

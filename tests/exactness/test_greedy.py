@@ -1,7 +1,11 @@
 """Owns the proof at temperature 0: equal token ids, against a draft that DISAGREES, at length.
-Refuses bfloat16, where plain and verifying forwards may round ties differently; all is float32.
+Refuses to promise bits in bfloat16, where a forward of K + 1 tokens may round a tie differently
+from one of a single token; there the promise is that nothing but ties is ever decided differently.
 
-The oracle is transformers' own ``generate`` on the same weights, one prompt at a time.
+The oracle is transformers' own ``generate`` on the same weights, one prompt at a time. Faults of
+others that cannot happen here: quantised kernels that switch with the number of rows (no quantised
+targets yet), grammar and log-probability state (not offered), prefix caches shared between
+requests (there are none), ring buffers (a window is a mask here), reasoning-token counters.
 """
 
 from __future__ import annotations
@@ -88,14 +92,13 @@ def shortened(outputs: list[list[int]]) -> list[list[int]]:
     return [output[:SHORT] for output in outputs]
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-def test_plain_decoding_equals_generate(target, plain, batch):
-    results = decode(target, None, PROMPTS, k=0, batch=batch, length=LENGTH)
+def test_plain_decoding_equals_generate(target, plain):
+    results = decode(target, None, PROMPTS, k=0, length=LENGTH)
     assert tokens(results) == plain
     assert all(result.stats.block_efficiency == 1.0 for result in results)
 
 
-@pytest.mark.parametrize(("k", "batch"), [(1, 4), (4, 4), (7, 3)])
+@pytest.mark.parametrize(("k", "batch"), [(4, 4), (7, 3)])
 def test_a_draft_that_disagrees_changes_nothing(target, draft, plain, k, batch):
     results = decode(target, CausalLMDrafter(draft), PROMPTS, k=k, batch=batch, length=LENGTH)
     assert tokens(results) == plain
@@ -125,9 +128,8 @@ def test_the_target_as_its_own_draft_is_always_accepted(target, plain):
         assert result.stats.num_target_calls == SHORT / 5
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-def test_prompt_lookup_changes_nothing(target, plain, batch):
-    results = decode(target, PromptLookupDrafter(), PROMPTS, k=4, batch=batch, length=LENGTH)
+def test_prompt_lookup_changes_nothing(target, plain):
+    results = decode(target, PromptLookupDrafter(), PROMPTS, k=4, length=LENGTH)
     assert tokens(results) == plain
     assert sum(result.stats.num_accepted for result in results) > 0
 
@@ -304,6 +306,34 @@ def test_num_draft_tokens_may_change_from_request_to_request(target, draft, plai
     assert tokens(results) == shortened(plain)
     assert results[0].stats.num_proposed == 0
     assert [len(r.stats.proposed_by_position) for r in results] == [0, 2, 4, 6]
+
+
+def test_concurrent_rows_accept_as_much_as_each_row_alone(target, draft):
+    """faults: drafts got worse as more sequences were drafted for at once."""
+    prompts = [[3 + n] * (1 + n % 5) + [200 - n] for n in range(16)]
+    together = decode(target, CausalLMDrafter(draft), prompts, k=3, batch=16, length=40)
+    for n in (0, 7, 15):
+        alone = decode(target, CausalLMDrafter(draft), prompts[n : n + 1], k=3, length=40)[0]
+        assert together[n].token_ids == alone.token_ids
+        assert together[n].stats == alone.stats
+
+
+def test_in_bfloat16_only_ties_are_decided_differently():
+    """faults: greedy divergence in half precision; every first one must be within rounding."""
+    target = make_llama(seed=0, dtype=torch.bfloat16, initializer_range=0.06)
+    draft = disturbed(make_llama(seed=0, dtype=torch.bfloat16, initializer_range=0.06), 0.005)
+    prompts = [[5 + n, 6, 7 + n] for n in range(6)]
+    plain = tokens(decode(target, None, prompts, k=0, batch=1))
+    fast = decode(target, CausalLMDrafter(draft), prompts, k=4)
+    assert sum(result.stats.num_accepted for result in fast) > 0
+    for prompt, expected, got in zip(prompts, plain, tokens(fast), strict=True):
+        differing = [n for n in range(SHORT) if expected[n] != got[n]]
+        if differing:
+            with torch.no_grad():
+                prefix = torch.tensor([prompt + expected[: differing[0]]])
+                logits = target(prefix).logits[0, -1].float()
+            gap = logits.max() - logits[[expected[differing[0]], got[differing[0]]]].min()
+            assert gap <= 4 * 2**-8 * logits.abs().max()  # a few units in the last place
 
 
 def test_a_sliding_window_smaller_than_the_text_changes_nothing():

@@ -106,8 +106,13 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("sampling", SETTINGS)
-@pytest.mark.parametrize("kind", ["plain", "draft", "subset", "lookup"])
+@pytest.mark.parametrize(
+    ("kind", "sampling"),
+    [
+        *(("draft", sampling) for sampling in SETTINGS),
+        *((kind, SETTINGS[n]) for n in (0, 3) for kind in ("plain", "subset", "lookup")),
+    ],
+)
 def test_the_output_follows_the_target_law(target, draft, sampling, kind):
     drafter = {
         "plain": lambda: None,
@@ -116,7 +121,7 @@ def test_the_output_follows_the_target_law(target, draft, sampling, kind):
         "lookup": lambda: PromptLookupDrafter(),
     }[kind]()
     counts, ledger = observed(target, drafter, sampling, 0 if drafter is None else 2)
-    assert p_value(counts, exact_law(target, sampling)) > 1e-4  # sixteen comparisons
+    assert p_value(counts, exact_law(target, sampling)) > 1e-4  # ten comparisons
     if kind in ("draft", "subset"):
         assert 0.1 < ledger.acceptance_rate < 0.95
     if kind == "lookup":

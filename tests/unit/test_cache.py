@@ -224,6 +224,20 @@ def test_growing_keeps_what_was_cached_and_doubles(model):
     assert_same(logits[-1], stock(model, row)[2])
 
 
+def test_memory_is_taken_for_the_rows_that_are_here(model):
+    rows = [text(20, n) for n in range(5)]
+    cache = RaggedCache(model, max_rows=64)
+    cache.join()
+    forward(model, cache, [rows[0][:10]], logits_of="none")
+    assert cache._memory[0][0].shape[0] == 1
+    for _ in rows[1:]:
+        cache.join()
+    prefill(model, cache, {n: rows[n][:10] for n in range(1, 5)})
+    assert cache._memory[0][0].shape[0] == 5
+    logits = forward(model, cache, [row[10:11] for row in rows]).logits_NV
+    assert_same(logits, torch.stack([stock(model, row[:11])[10] for row in rows]))
+
+
 def test_reading_copies_nothing(model):
     cache = RaggedCache(model, max_rows=2)
     cache.join(), cache.join()

@@ -4,6 +4,8 @@ Refuses to prove losslessness: tests/exactness does.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -409,3 +411,17 @@ def test_one_call_samples_by_default_and_repeats_with_its_seed(pair):
 
 def test_one_call_without_prompts_returns_nothing(pair):
     assert speculative_decode(pair[0], None, []) == []
+
+
+def test_a_dropped_engine_frees_its_caches_without_the_garbage_collector(
+    target: Any, tokenizer: Any
+) -> None:
+    engine = engine_for(target, tokenizer=tokenizer)
+    one(engine, request())
+    gone = weakref.ref(engine)
+    gc.disable()
+    try:
+        del engine
+        assert gone() is None
+    finally:
+        gc.enable()
