@@ -209,7 +209,8 @@ def _contestants(
         # Fields outside the fingerprint cannot change the draft, so their defaults will do.
         settings = {**distilled.manifest.config, "target": config.target}
         undistilled = build_undistilled(DistillConfig.model_validate(settings))
-        undistilled.model.to(dtype=draft.dtype, device=draft.device)
+        # The device alone: .to(dtype) would round the rotary frequencies, which stay float32.
+        undistilled.model.to(draft.device)
         contestants.append(Contestant(UNDISTILLED, undistilled, token_ids))
     if config.prompt_lookup:
         contestants.append(Contestant(PROMPT_LOOKUP))
