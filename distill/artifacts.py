@@ -25,7 +25,11 @@ from distill.errors import (
     ArtifactStaleError,
     DiskSpaceError,
 )
-from distill.files import TEMP_SUFFIX, atomic_write, require_free_bytes, sha256_of, sync
+from distill.files import (
+    atomic_write,
+    require_free_bytes,
+    sync,
+)
 from distill.manifest import (
     MANIFEST_NAME,
     SCHEMA_VERSION,
@@ -38,6 +42,7 @@ from distill.manifest import (
     listed,
     plain_metrics,
     read_manifest,
+    sync_payload,
     verify,
     way_out,
 )
@@ -57,6 +62,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 WORK_DIR = "work"
+
 
 _NAME_CHARS = 12  # of the fingerprint, in a finished artifact's folder name
 _MIN_LOOKUP_CHARS = 4
@@ -222,7 +228,9 @@ class ArtifactStore:
         self, key: ArtifactKey, build: Callable[[Path], Mapping[str, Any]], *, rebuild: bool
     ) -> Artifact:
         partial = self.partial_dir(key)
-        if rebuild and partial.exists():
+        marker = self._rebuild_marker(key)
+        # A killed rebuild is gone on with; what a killed first build left was not asked for.
+        if rebuild and partial.exists() and not marker.exists():
             shutil.rmtree(partial)
         if (finished := self._finished_partial(key)) is not None:
             return self._publish(key, finished)
@@ -230,6 +238,8 @@ class ArtifactStore:
         verb = "resuming" if partial.exists() else "building"
         logger.info("%s: %s %s (%s)", key.stage, verb, key.fingerprint[:_NAME_CHARS], reason)
         partial.mkdir(parents=True, exist_ok=True)
+        if rebuild:
+            marker.touch()
         started = datetime.now(UTC)
         metrics = plain_metrics(build(partial))
         manifest = Manifest(
@@ -239,7 +249,7 @@ class ArtifactStore:
             config=key.parts["config"],
             inputs=key.parts["inputs"],
             revisions=key.parts["revisions"],
-            files=_sync_payload(partial),
+            files=sync_payload(partial, scratch=WORK_DIR),
             code={**code_versions(), "code_version": key.parts["code_version"]},
             packages=package_versions(),
             hardware=hardware(),
@@ -280,6 +290,7 @@ class ArtifactStore:
         sync(final.parent)
         if retired.exists():
             shutil.rmtree(retired)
+        self._rebuild_marker(key).unlink(missing_ok=True)
         logger.info("%s: finished %s", key.stage, final)
         return Artifact(final, manifest)
 
@@ -288,12 +299,16 @@ class ArtifactStore:
         if artifact is None:
             return None
         logger.info("%s: reusing %s", key.stage, artifact.path)
-        leftovers = [d for d in (self.partial_dir(key), self._retired_dir(key)) if d.exists()]
+        places = (self.partial_dir(key), self._retired_dir(key), self._rebuild_marker(key))
+        leftovers = [path for path in places if path.exists()]
         if leftovers:  # of a rebuild that was killed; unless it is still running
             try:
                 with self._lock(key).acquire(timeout=0):
-                    for directory in leftovers:
-                        shutil.rmtree(directory)
+                    for path in leftovers:
+                        if path.is_dir():
+                            shutil.rmtree(path)
+                        else:
+                            path.unlink()
             except Timeout:
                 logger.debug("%s: being rebuilt by another process", key.stage)
         return artifact
@@ -316,6 +331,10 @@ class ArtifactStore:
             if (found := self.find(key)) and (not rebuild or _is_of_this_run(found.manifest)):
                 return found
             time.sleep(_POLL_S)
+
+    def _rebuild_marker(self, key: ArtifactKey) -> Path:
+        """A file beside an unfinished build that is a rebuild."""
+        return self.root / key.stage / f"{key.fingerprint}.rebuild"
 
     def _retired_dir(self, key: ArtifactKey) -> Path:
         return self.root / key.stage / f"{key.fingerprint}.retired"
@@ -371,21 +390,3 @@ def _is_finished_name(name: str) -> bool:
 
 def _is_of_this_run(manifest: Manifest) -> bool:
     return datetime.fromisoformat(manifest.finished) >= _PROCESS_STARTED
-
-
-def _sync_payload(partial: Path) -> list[FileEntry]:
-    """Put every payload file and directory on the disk and list the files, sorted by path."""
-    entries = []
-    for path in sorted(partial.rglob("*")):
-        relative = path.relative_to(partial)
-        if relative.parts[0] == WORK_DIR or relative.as_posix() == MANIFEST_NAME:
-            continue
-        if path.is_symlink():
-            raise ArtifactError(f"{path} is a link; a payload holds its bytes itself.")
-        if path.name.endswith(TEMP_SUFFIX):  # of an atomic write that was killed
-            path.unlink()
-            continue
-        sync(path)
-        if path.is_file():
-            entries.append(FileEntry(relative.as_posix(), path.stat().st_size, sha256_of(path)))
-    return entries

@@ -5,12 +5,13 @@ Refuses to know how anything works, and imports nothing heavy until a command ru
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
@@ -20,7 +21,7 @@ from distill import __version__
 from distill.errors import DistillError
 
 if TYPE_CHECKING:
-    from distill.artifacts import ArtifactStore
+    from distill.artifacts import Artifact, ArtifactStore
     from distill.stages.run_config import RunConfig
 
 P = ParamSpec("P")
@@ -48,9 +49,22 @@ ArtifactsOption = Annotated[
 ]
 DEFAULT_ARTIFACTS = Path("artifacts")
 
+_CHOOSE_ANOTHER = "Choose another path (--artifacts, --output), or move what is there away."
+_ALLOW_WRITING = "Allow writing there, or choose another path (--artifacts, --output)."
+# What the machine refuses and a user can put right, and how; any other OSError is a bug of ours.
+_WAY_OUT: Mapping[int | None, str] = {
+    errno.EACCES: _ALLOW_WRITING,
+    errno.EPERM: _ALLOW_WRITING,
+    errno.EROFS: _ALLOW_WRITING,
+    errno.ENOTDIR: _CHOOSE_ANOTHER,
+    errno.EEXIST: _CHOOSE_ANOTHER,
+    errno.EISDIR: _CHOOSE_ANOTHER,
+    errno.ENOSPC: "Free some space, or choose a path on another disk (--artifacts, --output).",
+}
+
 
 def _reports_user_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """Exit 2 with one message for a :class:`DistillError`; anything else stays a traceback."""
+    """Exit 2 with one message for what a user can put right; anything else stays a traceback."""
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -59,6 +73,13 @@ def _reports_user_errors(command: Callable[P, R]) -> Callable[P, R]:
         except DistillError as error:
             typer.echo(f"distill: error: {error}", err=True)
             raise typer.Exit(error.exit_code) from None
+        except OSError as error:
+            if error.errno not in _WAY_OUT:
+                raise
+            where = f"{error.filename}: " if error.filename is not None else ""
+            message = f"{where}{error.strerror}. {_WAY_OUT[error.errno]}"
+            typer.echo(f"distill: error: {message}", err=True)
+            raise typer.Exit(DistillError.exit_code) from None
         except KeyboardInterrupt:
             typer.echo("distill: interrupted; run the same command again to go on.", err=True)
             raise typer.Exit(130) from None
@@ -130,27 +151,60 @@ def run(
 
     run_config = _load(config, set_)
     store = _store(artifacts)
+    stages = list(rerun or ())
+    log = logging.getLogger("distill")
+    # the export comes last and on its own: when it fails, what was measured is reported already
+    has_export = until == "export"
     result = standard.run(
         run_config,
         store,
-        until=until,
-        rerun=rerun or (),
-        on_stage=lambda name: logging.getLogger("distill").info("stage %s", name),
+        until="measure" if has_export else until,
+        rerun=[name for name in stages if not (has_export and name == "export")],
+        on_stage=lambda name: log.info("stage %s", name),
     )
-    _print_result(run_config, store, result, as_json=as_json)
+    built = dict(result.artifacts)
+    if "measure" not in built:
+        _print_artifacts(built, as_json=as_json)
+        return
+    outcome = _write_report(run_config, store, built)
+    if has_export:
+        from distill.export import export_draft
+
+        log.info("stage export")
+        inputs = {name: built[name] for name in standard.INPUTS["export"]}
+        built["export"] = export_draft(
+            run_config.export, store, inputs=inputs, rebuild="export" in stages
+        )
+        outcome = _write_report(run_config, store, built)
+    _print_report(*outcome, as_json=as_json)
 
 
-def _print_result(config: RunConfig, store: ArtifactStore, result: Any, *, as_json: bool) -> None:
-    from distill.report import build_report, report_table, write_report
+def _print_artifacts(artifacts: Mapping[str, Artifact], *, as_json: bool) -> None:
+    if as_json:
+        rows = {
+            name: {"path": str(artifact.path), "fingerprint": artifact.fingerprint}
+            for name, artifact in artifacts.items()
+        }
+        typer.echo(json.dumps({"artifacts": rows}, indent=2))
+        return
+    for name, artifact in artifacts.items():
+        typer.echo(f"{name}: {artifact.path}")
+
+
+def _write_report(
+    config: RunConfig, store: ArtifactStore, artifacts: Mapping[str, Artifact]
+) -> tuple[dict[str, Any], Sequence[Path]]:
+    """The report, and the files it was written to."""
+    from distill.report import build_report, write_report
     from pipelines import standard
 
-    if "measure" not in result.artifacts:
-        for name, artifact in result.artifacts.items():
-            typer.echo(f"{name}: {artifact.path}")
-        return
-    report = build_report(config.name, result.artifacts)
-    directory = standard.report_directory(config, store)
-    paths = write_report(directory, report)
+    report = build_report(config.name, artifacts)
+    return report, write_report(standard.report_directory(config, store), report)
+
+
+def _print_report(report: dict[str, Any], paths: Sequence[Path], *, as_json: bool) -> None:
+    from distill.report import report_table
+
     if as_json:
         typer.echo(json.dumps(report, indent=2, sort_keys=True))
         return

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from distill.artifacts import Artifact, ArtifactKey, ArtifactStore
 from distill.config import Config, setting
+from distill.draft_tokens import NONE_HELPS, depth_revision, resolve_num_draft_tokens
 from distill.errors import ExportError
+from distill.lineage import check_lineage, fingerprints_of
 from distill.models import (
     LoadedModel,
     ModelConfig,
@@ -33,7 +35,7 @@ from distill.models import (
     resolve_model,
     save_model,
 )
-from distill.models.sources import parse_reference
+from distill.models.sources import LICENSE_FILE_PATTERNS, parse_reference
 from distill.training.vocabulary import read_vocabulary, write_vocabulary
 from distill.vocab import PairReport, check_pair
 
@@ -44,12 +46,10 @@ logger = logging.getLogger(__name__)
 
 CODE_VERSION = 1
 BUNDLE = "draft"
-DEFAULT_NUM_DRAFT_TOKENS = 4
 
 _MANIFEST = "draft_manifest.json"
 _SCHEMA_VERSION = 1
 _WEIGHTS = "model.safetensors"
-_LICENSE_PATTERNS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 # vLLM takes a draft for another kind of model when its path holds one of these, whatever its
 # launch line says.
 _MISLEADING_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
@@ -73,11 +73,18 @@ class ExportConfig(Config):
 
 
 def export_key(
-    config: ExportConfig, store: ArtifactStore, *, inputs: Mapping[str, str]
+    config: ExportConfig, store: ArtifactStore, *, inputs: Mapping[str, Artifact | str]
 ) -> ArtifactKey:
-    """The bundle's key; `inputs` are the fingerprints of "distill" and, if any, "measure"."""
-    revisions = {"target": model_revision(config.target)}
-    return store.key("export", CODE_VERSION, config, inputs=inputs, revisions=revisions)
+    """The bundle's key; `inputs`, "distill" and, if any, "measure", or their fingerprints.
+
+    The number of draft tokens is in it, see `draft_tokens.depth_revision`.
+    """
+    revisions = {
+        "target": model_revision(config.target),
+        "num_draft_tokens": depth_revision(config.num_draft_tokens, inputs.get("measure")),
+    }
+    fingerprints = fingerprints_of(inputs)
+    return store.key("export", CODE_VERSION, config, inputs=fingerprints, revisions=revisions)
 
 
 def export_draft(
@@ -93,6 +100,7 @@ def export_draft(
     "measure".
 
     Raises:
+        ArtifactError: an input was made with another target, or "measure" with another draft.
         ExportError: the name would mislead a runtime, or the bundle isn't the trained draft.
         PairMismatchError: the draft doesn't belong to the target.
     """
@@ -102,7 +110,9 @@ def export_draft(
             "Run the distill stage first."
         )
     inputs = {name: artifact.expect(name) for name, artifact in inputs.items()}
-    key = export_key(config, store, inputs={name: a.fingerprint for name, a in inputs.items()})
+    key = export_key(config, store, inputs=inputs)
+    revision = key.parts["revisions"]["target"]
+    check_lineage(inputs, reference=config.target.model, revision=revision)
     _refuse_misleading(config.name, "the draft's name")
     _refuse_misleading(store.path(key), "the path of the bundle")
     return store.get_or_build(
@@ -128,14 +138,6 @@ def copy_bundle(artifact: Artifact, output: Path) -> Path:
     return output
 
 
-def best_num_draft_tokens(measure: Artifact | None) -> int | None:
-    """The measured best number of draft tokens, None when none was measured or none helps."""
-    if measure is None:
-        return None
-    best = measure.metrics.get("verdict", {}).get("num_draft_tokens")
-    return int(best) if best else None
-
-
 def _refuse_misleading(name: str | Path, what: str) -> None:
     found = [word for word in _MISLEADING_NAMES if word in str(name).lower()]
     if found:
@@ -151,9 +153,9 @@ def _build(config: ExportConfig, inputs: Mapping[str, Artifact], bundle: Path) -
     tokenizer = load_tokenizer(config.target)
     draft = load_draft(distill, device="cpu")
     pair = _check_pair(config, tokenizer, draft)
-    num_draft_tokens = (
-        config.num_draft_tokens or best_num_draft_tokens(measure) or DEFAULT_NUM_DRAFT_TOKENS
-    )
+    best = resolve_num_draft_tokens(config.num_draft_tokens, measure)
+    num_draft_tokens = max(1, best)  # runtimes take no 0
+    notes = [*pair.notes, *([] if best else [NONE_HELPS])]
     stop_token_ids = _stop_token_ids(target, tokenizer)
     # Before any weight is written: an invalid one must not surface at the very end.
     generation_config = _generation_config(tokenizer, stop_token_ids, num_draft_tokens)
@@ -184,12 +186,13 @@ def _build(config: ExportConfig, inputs: Mapping[str, Artifact], bundle: Path) -
         "license_link": config.license_link,
         "license_files": license_files,
     }
-    card = _model_card(contract, _acceptance(measure), tuple(pair.notes))
+    is_hub_target = parse_reference(config.target.model).kind == "hub"
+    card = _model_card(contract, _acceptance(measure), tuple(notes), is_hub_target)
     (bundle / "README.md").write_text(card, encoding="utf-8")
     contract["files"] = _hashes(bundle)
     _write_json(bundle / _MANIFEST, contract)
-    size = sum(path.stat().st_size for path in bundle.iterdir())
-    return {"num_draft_tokens": num_draft_tokens, "size_bytes": size, "notes": list(pair.notes)}
+    size = sum(path.stat().st_size for path in _files(bundle))
+    return {"num_draft_tokens": num_draft_tokens, "size_bytes": size, "notes": notes}
 
 
 def _check_pair(
@@ -246,7 +249,9 @@ def _store_tied_weights(draft: LoadedModel, path: Path) -> None:
     if missing:
         state = draft.model.state_dict()
         stored |= {name: state[name].detach().cpu().clone().contiguous() for name in missing}
+        mode = path.stat().st_mode  # save_file writes for the owner's eyes only
         save_file(stored, path, metadata={"format": "pt"})
+        path.chmod(mode)
 
 
 def _check_reload(draft: LoadedModel, bundle: Path, *, is_tied_head_stored: bool) -> None:
@@ -281,7 +286,7 @@ def _copy_vocabulary(distill: Artifact, bundle: Path) -> int | None:
 
 
 def _copy_licenses(source: Path, bundle: Path) -> list[str]:
-    found = {path for pattern in _LICENSE_PATTERNS for path in source.glob(pattern)}
+    found = {path for pattern in LICENSE_FILE_PATTERNS for path in source.glob(pattern)}
     names = sorted(path.name for path in found if path.is_file())
     for name in names:
         shutil.copyfile(source / name, bundle / name)
@@ -329,15 +334,17 @@ def _acceptance(measure: Artifact | None) -> dict[str, Any] | None:
 
 
 def _model_card(
-    contract: Mapping[str, Any], acceptance: Mapping[str, Any] | None, notes: tuple[str, ...]
+    contract: Mapping[str, Any],
+    acceptance: Mapping[str, Any] | None,
+    notes: tuple[str, ...],
+    is_hub_target: bool,
 ) -> str:
     import jinja2
     from huggingface_hub import ModelCardData
 
     target = contract["target"]["model"]
-    is_hub_id = parse_reference(target).kind == "hub" and "/" in target
     front_matter = ModelCardData(
-        base_model=[target.partition("@")[0]] if is_hub_id else None,
+        base_model=[target.partition("@")[0]] if is_hub_target else None,
         license=contract["license"] or "other",
         license_link=contract["license_link"],
         library_name="transformers",
@@ -355,7 +362,7 @@ def _model_card(
         front_matter=front_matter.to_yaml().strip(),
         acceptance=acceptance,
         notes=notes,
-        target_argument=target.partition("@")[0] if is_hub_id else "TARGET",
+        target_argument=target.partition("@")[0] if is_hub_target else "TARGET",
         draft_argument="path/to/this/directory",
     )
 
@@ -370,11 +377,17 @@ def _estimate(value: Mapping[str, Any]) -> str:
 
 def _hashes(bundle: Path) -> list[dict[str, Any]]:
     entries = []
-    for path in sorted(bundle.iterdir()):
+    for path in _files(bundle):
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        entries.append({"path": path.name, "bytes": path.stat().st_size, "sha256": digest})
+        name = path.relative_to(bundle).as_posix()
+        entries.append({"path": name, "bytes": path.stat().st_size, "sha256": digest})
     return entries
+
+
+def _files(bundle: Path) -> list[Path]:
+    """Every file, also in sub-folders: a tokenizer keeps its further chat templates in one."""
+    return sorted(path for path in bundle.rglob("*") if path.is_file())
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

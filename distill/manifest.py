@@ -19,7 +19,7 @@ from distill.errors import (
     ArtifactMissingError,
     ArtifactStaleError,
 )
-from distill.files import sha256_of
+from distill.files import sha256_of, sync
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ def verify(artifact: Artifact) -> None:
 
 def way_out(directory: Path) -> str:
     """What to do about an unusable artifact; its folder is named after its stage."""
-    return f"Rebuild it with --rerun {directory.parent.name}, or delete {directory}."
+    return f"Delete {directory}, or build it again (distill run --rerun {directory.parent.name})."
 
 
 def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -277,3 +277,29 @@ def _short(leaves: dict[str, Any], name: str) -> str:
         return "(absent)"
     text = json.dumps(leaves[name])
     return text if len(text) <= _MAX_VALUE_CHARS else text[:_MAX_VALUE_CHARS] + "..."
+
+
+def sync_payload(partial: Path, *, scratch: str) -> list[FileEntry]:
+    """Put every payload file and directory on the disk and list the files, sorted by path.
+
+    ``scratch`` names the folder that is no payload; a file whose name starts with a dot is none
+    either, and is removed.
+
+    Raises:
+        ArtifactError: a link, whose bytes lie elsewhere.
+    """
+    entries = []
+    for path in sorted(partial.rglob("*")):
+        relative = path.relative_to(partial)
+        if relative.parts[0] == scratch or relative.as_posix() == MANIFEST_NAME:
+            continue
+        if path.is_symlink():
+            raise ArtifactError(f"{path} is a link; a payload holds its bytes itself.")
+        # Half a file of a write that was killed: ours and safetensors' own have such names.
+        if path.name.startswith(".") and path.is_file():
+            path.unlink()
+            continue
+        sync(path)
+        if path.is_file():
+            entries.append(FileEntry(relative.as_posix(), path.stat().st_size, sha256_of(path)))
+    return entries

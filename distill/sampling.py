@@ -12,17 +12,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import NonNegativeInt
+from pydantic import NonNegativeInt, field_validator
 from torch import Tensor
 
 from distill.config import Config, setting
-from distill.errors import SamplingError
+from distill.errors import ConfigError, SamplingError
 
 DRAFT_LANE, ACCEPT_LANE, RESIDUAL_LANE = 0, 1, 2
 """Independent random streams of one request: draw a draft token, test it, replace it."""
 
 _CHUNK_VALUES = 2**18
 _BLOCK = 128  # the two-level searches below look at V / 128 block summaries, then at one block
+
+
+_LEAST_TEMPERATURE = 1e-4
+_MOST_BIAS = 1e4
 
 
 class SamplingConfig(Config):
@@ -41,15 +45,42 @@ class SamplingConfig(Config):
         (), description="Token ids that never appear."
     )
     min_tokens: int = setting(0, ge=0, description="No stop token before this many tokens.")
-    repetition_penalty: float = setting(1.0, gt=0.0, description="> 1 discourages seen tokens.")
+    # The bounds keep every edited logit finite in float32, whatever the model says.
+    repetition_penalty: float = setting(
+        1.0, ge=1e-2, le=1e2, description="> 1 discourages seen tokens."
+    )
     presence_penalty: float = setting(0.0, description="Subtracted once per token seen in output.")
     frequency_penalty: float = setting(0.0, description="Subtracted per occurrence in output.")
-    temperature: float = setting(1.0, ge=0.0, description="0 takes the most likely token.")
+    temperature: float = setting(
+        1.0, ge=0.0, le=1e4, description="0 takes the most likely token; else at least 1e-4."
+    )
     top_k: int = setting(0, ge=0, description="Keep the k most likely tokens; 0 keeps all.")
     top_p: float = setting(1.0, gt=0.0, le=1.0, description="Keep the smallest set of this mass.")
     min_p: float = setting(
         0.0, ge=0.0, lt=1.0, description="Drop tokens below this share of the most likely one."
     )
+
+    @field_validator("temperature")
+    @classmethod
+    def _check_temperature(cls, temperature: float) -> float:
+        # A logit over a smaller temperature leaves float32, and the softmax would be NaN.
+        if 0.0 < temperature < _LEAST_TEMPERATURE:
+            raise ConfigError(
+                f"temperature is {temperature:g}; use 0 (the most likely token) or at least "
+                f"{_LEAST_TEMPERATURE:g}"
+            )
+        return temperature
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_bias(cls, logit_bias: dict[int, float]) -> dict[int, float]:
+        for token_id, bias in logit_bias.items():
+            if abs(bias) > _MOST_BIAS:
+                raise ConfigError(
+                    f"logit_bias of token {token_id} is {bias:g}; stay within "
+                    f"{_MOST_BIAS:g} either way (bad_token_ids excludes a token)"
+                )
+        return logit_bias
 
     @property
     def is_greedy(self) -> bool:
@@ -154,7 +185,8 @@ def _shaped_probs(logits_NV: Tensor, sampling: SamplingConfig) -> Tensor:
     # Convert first: the CPU softmax that converts on the fly is several times slower.
     scores = logits_NV.to(_at_least_float32(logits_NV.dtype), copy=True)
     if sampling.temperature != 1.0:
-        scores.div_(sampling.temperature)
+        # Peak at 0 first: a large logit over a small temperature must not reach infinity.
+        scores.sub_(scores.amax(dim=-1, keepdim=True)).div_(sampling.temperature)
     if 0 < sampling.top_k < scores.shape[-1]:
         floor = scores.topk(sampling.top_k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
         scores.masked_fill_(scores < floor, -torch.inf)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distill.artifacts import Artifact, ArtifactKey, ArtifactStore
+from distill.draft_tokens import UNMEASURED
 from distill.errors import ConfigError
 from distill.export import export_draft, export_key
 from distill.models import UNRESOLVED
@@ -23,9 +24,10 @@ logger = logging.getLogger(__name__)
 
 STAGES = ("generate", "distill", "measure", "export")
 
-NOT_RESOLVED = (UNREAD, UNRESOLVED)
+NOT_RESOLVED = (UNREAD, UNRESOLVED, UNMEASURED)
 
-# What each stage reads. The keys follow from the fingerprints alone, so a plan needs no weights.
+# What each stage reads. The keys follow from fingerprints, and that of the export from a measured
+# number of draft tokens, so a plan needs no weights.
 INPUTS: Mapping[str, tuple[str, ...]] = {
     "generate": (),
     "distill": ("generate",),
@@ -38,8 +40,8 @@ INPUTS: Mapping[str, tuple[str, ...]] = {
 class StageState:
     """One stage of a plan: its key, whether it is built, and why not.
 
-    ``is_provisional``: a model or a dataset could not be reached, so the key is not the one a run
-    will have.
+    ``is_provisional``: a model or a dataset could not be reached, or the number of draft tokens to
+    export is not measured yet, so the key is not the one a run will have.
     """
 
     name: str
@@ -62,11 +64,11 @@ def _key(
     config: RunConfig,
     store: ArtifactStore,
     name: str,
-    fingerprints: Mapping[str, str],
+    given: Mapping[str, Artifact | str],
     *,
     may_be_provisional: bool = False,
 ) -> ArtifactKey:
-    inputs = {source: fingerprints[source] for source in INPUTS[name]}
+    inputs = {source: given[source] for source in INPUTS[name]}
     if name == "generate":
         return generate_key(config.generate, store, may_be_provisional=may_be_provisional)
     if name == "distill":
@@ -83,14 +85,14 @@ def _is_unresolved(key: ArtifactKey) -> bool:
 def plan(config: RunConfig, store: ArtifactStore) -> list[StageState]:
     """The state of every stage, without loading a weight or writing a byte."""
     states: list[StageState] = []
-    fingerprints: dict[str, str] = {}
+    given: dict[str, Artifact | str] = {}
     provisional: set[str] = set()
     for name in STAGES:
-        key = _key(config, store, name, fingerprints, may_be_provisional=True)
-        fingerprints[name] = key.fingerprint
+        key = _key(config, store, name, given, may_be_provisional=True)
         if _is_unresolved(key) or provisional.intersection(INPUTS[name]):
             provisional.add(name)
         artifact = store.find(key)
+        given[name] = artifact or key.fingerprint
         states.append(
             StageState(
                 name=name,
@@ -124,18 +126,23 @@ def run(
     with a stage's name before it starts.
 
     Raises:
-        ConfigError: ``until`` or ``rerun`` names no stage.
+        ConfigError: ``until`` or ``rerun`` names no stage, or ``rerun`` one after ``until``.
         DistillError: whatever a stage raises; what was built before stays.
     """
     _check_stage_names([until, *rerun])
+    for name in rerun:
+        if STAGES.index(name) > STAGES.index(until):
+            raise ConfigError(
+                f"{name} is to be built again, but the run ends before it, after {until}; "
+                f"leave out one of the two"
+            )
     artifacts: dict[str, Artifact] = {}
     hits: list[str] = []
     for name in STAGES:
-        fingerprints = {stage: artifact.fingerprint for stage, artifact in artifacts.items()}
         inputs = {source: artifacts[source] for source in INPUTS[name]}
         rebuild = name in rerun
         on_stage(name)
-        if not rebuild and store.path(_key(config, store, name, fingerprints)).is_dir():
+        if not rebuild and store.path(_key(config, store, name, inputs)).is_dir():
             hits.append(name)
         artifacts[name] = _build(config, store, name, inputs, rebuild)
         if name == until:

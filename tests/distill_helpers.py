@@ -14,7 +14,7 @@ import torch
 
 from distill.artifacts import Artifact, ArtifactStore
 from distill.config import Config
-from distill.models import LoadedModel, ModelConfig, load_target
+from distill.models import LoadedModel, ModelConfig, load_target, model_revision
 from distill.stages import completions as storage
 
 
@@ -126,5 +126,6 @@ def make_generated(
         storage.merge(shards, directory)
         return {}
 
-    key = store.key("generate", 1, StandInConfig(), revisions={"salt": salt})
+    revision = model_revision(ModelConfig(model=str(target_dir)))
+    key = store.key("generate", 1, StandInConfig(), revisions={"salt": salt, "target": revision})
     return store.get_or_build(key, build)

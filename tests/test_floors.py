@@ -18,7 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("config", "registry", "files"),
     ("manifest",),
     ("artifacts",),
-    ("models", "sampling"),
+    ("models", "sampling", "lineage", "draft_tokens"),
     (
         "vocab",
         "losses",

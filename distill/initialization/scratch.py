@@ -10,7 +10,7 @@ from typing import Any, Literal
 from distill.config import Config, setting
 from distill.errors import ConfigError
 from distill.initialization.base import as_draft, copy_weights, layer_prefix, like_target
-from distill.models import LoadedModel
+from distill.models import LoadedModel, ModelShape
 
 
 class ScratchConfig(Config):
@@ -41,8 +41,12 @@ class ScratchConfig(Config):
             copy_weights(model, target, {name: name for name in shared})
         return as_draft(model, target, f"{self.num_layers} new layers in the architecture")
 
-    def _changes(self, target: LoadedModel) -> dict[str, Any]:
-        shape = target.shape
+    def shape_from(self, shape: ModelShape) -> ModelShape:
+        """Return the draft's shape for a target of the shape given.
+
+        Raises:
+            ConfigError: a width the heads do not divide, or heads the key-value heads do not.
+        """
         width = self.hidden_size or shape.hidden_size
         heads = self.num_attention_heads or shape.num_attention_heads
         kv_heads = self.num_key_value_heads or min(shape.num_key_value_heads, heads)
@@ -58,13 +62,28 @@ class ScratchConfig(Config):
             )
         # the width of the MLP keeps the target's ratio unless it is given
         inner = self.intermediate_size or shape.intermediate_size * width // shape.hidden_size
+        is_reshaped = (width, heads) != (shape.hidden_size, shape.num_attention_heads)
+        return shape.model_copy(
+            update={
+                "num_hidden_layers": self.num_layers,
+                "hidden_size": width,
+                "intermediate_size": inner,
+                "num_attention_heads": heads,
+                "num_key_value_heads": kv_heads,
+                "head_dim": None if is_reshaped else shape.head_dim,
+            }
+        )
+
+    def _changes(self, target: LoadedModel) -> dict[str, Any]:
+        before, shape = target.shape, self.shape_from(target.shape)
+        width, heads = shape.hidden_size, shape.num_attention_heads
         changes = {
             "hidden_size": width,
-            "intermediate_size": inner,
+            "intermediate_size": shape.intermediate_size,
             "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
+            "num_key_value_heads": shape.num_key_value_heads,
         }
-        is_reshaped = (width, heads) != (shape.hidden_size, shape.num_attention_heads)
+        is_reshaped = (width, heads) != (before.hidden_size, before.num_attention_heads)
         if is_reshaped and getattr(target.model.config, "head_dim", None) is not None:
             changes["head_dim"] = width // heads
         return changes

@@ -87,6 +87,7 @@ class HiddenLoss:
     """Base of the losses that compare final hidden states: after the last norm, before the head."""
 
     space: ClassVar[Space] = "hidden"
+    needs_whole_mass: ClassVar[bool] = False
 
     def __init__(self, *, temperature: float = 1.0) -> None:
         if temperature != 1.0:

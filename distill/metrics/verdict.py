@@ -19,13 +19,13 @@ def decide(
 
     Args:
         lossless: counts of greedy answers; ``num_broken`` differ from plain decoding, and no tie
-            of the target's logits explains it.
+            of the target's logits explains it. Nothing compared is no ground to ship on.
         timing: ``runs`` (measured) and ``plans`` (predicted) per draft and temperature; empty
             when nothing was timed, which is no ground to ship on.
 
     Returns:
         ``ship``, ``reasons``, ``num_draft_tokens`` (the K whose worst predicted speedup over the
-        temperatures is best; None when nothing was timed) and
+        temperatures is best, 0 when plain decoding is; None when nothing was timed) and
         ``num_draft_tokens_by_temperature`` (0 where plain decoding is predicted to be faster).
     """
     ship = True
@@ -36,6 +36,9 @@ def decide(
             f"not lossless: {lossless['num_broken']} of {lossless['num_compared']} greedy answers "
             "differ from plain decoding without a tie"
         )
+    if not lossless["num_compared"]:
+        ship = False
+        reasons.append("losslessness was not checked: add temperature 0")
     ours = [run for run in timing.get("runs", []) if run["draft"] == DISTILLED]
     if not ours:
         ship = False
@@ -76,9 +79,9 @@ def _rival_reason(run: Mapping[str, Any], runs: list[Mapping[str, Any]]) -> list
 def _depths(timing: Mapping[str, Any]) -> dict[str, Any]:
     plans = [plan for plan in timing.get("plans", []) if plan["draft"] == DISTILLED]
     curves = [[point["speedup"] for point in plan["curve"]] for plan in plans]
-    worst = [min(column) for column in zip(*curves, strict=True)]
+    worst = [1.0, *(min(column) for column in zip(*curves, strict=True))]  # K = 0: plain decoding
     return {
-        "num_draft_tokens": worst.index(max(worst)) + 1 if worst else None,
+        "num_draft_tokens": worst.index(max(worst)) if plans else None,
         "num_draft_tokens_by_temperature": {
             f"{plan['temperature']:g}": plan["num_draft_tokens"] for plan in plans
         },

@@ -55,7 +55,7 @@ class ModelConfig(Config):
         None, pattern=r"^[0-9a-f]{64}$", description="pin of the .gguf file, or of the wheel (pypi)"
     )
     dtype: Dtype = setting("auto", description="auto: the dtype of the weights file")
-    device: str = setting("auto", in_fingerprint=False, description="auto, cpu, cuda, cuda:1, mps")
+    device: str = setting("auto", in_fingerprint=False, description="auto, cpu, cuda or cuda:1")
     trust_remote_code: bool = False
     shape: ModelShape | None = setting(
         None,

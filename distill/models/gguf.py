@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ def convert_gguf(gguf: Path, directory: Path) -> None:
     """Dequantise a GGUF file to a bfloat16 safetensors directory with its tokenizer.
 
     Raises:
-        ModelNotFoundError: not a GGUF file, or an architecture transformers cannot read.
+        ModelNotFoundError: not a GGUF file, an architecture transformers cannot read, or a file
+            that lacks a weight.
     """
     try:
         model, tokenizer = _read(gguf)
@@ -39,9 +41,10 @@ def _read(gguf: Path) -> tuple[Any, Any]:
     # The GGUF reader draws its bar on stderr whatever the progress settings say.
     with quiet(), contextlib.redirect_stderr(io.StringIO()):
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-        quantized = AutoModelForCausalLM.from_pretrained(
-            str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
+        quantized, info = AutoModelForCausalLM.from_pretrained(
+            str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32, output_loading_info=True
         )
+        _require_all_weights(gguf, quantized, info["missing_keys"])
         plain = copy.deepcopy(quantized.config)
         # What is saved is no longer quantised: a config that says so cannot be loaded.
         if hasattr(plain, "quantization_config"):
@@ -50,3 +53,16 @@ def _read(gguf: Path) -> tuple[Any, Any]:
         model.load_state_dict(quantized.state_dict())
         model.tie_weights()
     return model, tokenizer
+
+
+def _require_all_weights(gguf: Path, model: Any, missing_keys: Collection[str]) -> None:
+    """Refuse weights that transformers filled with random numbers; a tied head has its table."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    read = {id(weight) for name, weight in weights.items() if name not in missing_keys}
+    missing = sorted(name for name in missing_keys if id(weights.get(name)) not in read)
+    if missing:
+        raise ModelNotFoundError(
+            f"{gguf.name} lacks {len(missing)} tensors ({', '.join(missing[:3])}"
+            f"{', ...' if len(missing) > 3 else ''}); they would be random numbers. Fetch the file "
+            "again, or give the safetensors model it was made from"
+        )

@@ -132,17 +132,20 @@ def _load(config: ModelConfig, resolved: ResolvedModel) -> LoadedModel:
 
 
 def pick_device(device: str) -> torch.device:
-    """``"auto"``: the first accelerator, else the CPU.
+    """``"auto"``: the first CUDA device, else the CPU.
 
     Raises:
-        ConfigError: the device named is not on this machine.
+        ConfigError: the device named is not on this machine, or cannot verify a draft exactly.
     """
     import torch
 
     if device == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.partition(":")[0] == "mps":
+        raise ConfigError(
+            f"device {device!r} has no float64, which exact verification of drafts needs; "
+            'write "cpu" (or "cuda" on a machine that has it)'
+        )
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:

@@ -5,6 +5,7 @@ Refuses to know how weights are read into memory; only the GGUF conversion asks 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import tempfile
@@ -87,6 +88,10 @@ def read_shape(config: ModelConfig) -> ModelShape | None:
     """The sizes in the model's config.json, else ``config.shape``, else None. No weights are read.
 
     A packaged model answers only once it has been converted.
+
+    Raises:
+        ModelNotFoundError: transformers cannot read the config.json that is there.
+        ConfigError: ``config.shape`` is not the model's.
     """
     reference = sources.parse_reference(config.model)
     try:
@@ -94,7 +99,10 @@ def read_shape(config: ModelConfig) -> ModelShape | None:
             path = sources.model_directory(Path(reference.name))
         elif reference.kind == "hub":
             path = sources.hub_snapshot(
-                reference.name, reference.revision, with_code=False, weights=False
+                reference.name,
+                reference.revision,
+                with_code=config.trust_remote_code,
+                weights=False,
             )
         else:
             path = _conversion_path(config, reference, sources.default_cache_dir())
@@ -104,10 +112,17 @@ def read_shape(config: ModelConfig) -> ModelShape | None:
         logger.info("using the shape in the config, not the model's own: %s", error)
         return config.shape
     # Not the JSON itself: a key at its family's default (tied heads in Gemma) is left out of it.
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    with sources.quiet():
-        own = AutoConfig.from_pretrained(str(path), trust_remote_code=config.trust_remote_code)
+    try:
+        with sources.quiet():
+            own = AutoConfig.from_pretrained(str(path), trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise ModelNotFoundError(
+            f"transformers cannot read {path / 'config.json'}: {error}. Fetch or save the model "
+            "again; a model with code of its own needs `trust_remote_code: true`"
+        ) from error
     return check_shape(config, shape_of(own))
 
 
@@ -138,7 +153,10 @@ def _conversion_path(config: ModelConfig, reference: sources.Reference, cache_di
     if reference.kind == "pypi":
         assert config.sha256 is not None
         assert reference.file is not None
-        identity, name = config.sha256, Path(reference.file).stem
+        # One wheel may hold several files of one stem, in folders of their own.
+        member = f"{config.sha256}#{reference.file}"
+        identity = hashlib.sha256(member.encode()).hexdigest()
+        name = Path(reference.file).stem
     else:
         identity, name = _checked_gguf_sha256(config, reference), Path(reference.name).stem
     name = re.sub(r"[^\w.-]", "_", name)

@@ -39,6 +39,8 @@ MODEL_FILE_PATTERNS = (
     "vocab.txt",
 )
 CODE_FILE_PATTERNS = ("*.py",)
+# Terms travel with the weights they cover, and say nothing about a forward pass.
+LICENSE_FILE_PATTERNS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 
 _HUB_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 _PYPI_PATTERN = re.compile(
@@ -157,16 +159,22 @@ def model_directory(path: Path) -> Path:
 
 
 def directory_revision(path: Path, *, cache_dir: Path | None = None) -> str:
-    """``sha256:`` over the names and hashes of the files that make the model.
+    """``sha256:`` over the relative paths and hashes of the files that make the model.
+
+    Sub-folders count (further chat templates live in one), hidden ones do not (a download's or a
+    version control's own records).
 
     Raises:
         ModelNotFoundError: no ``config.json`` there.
     """
     directory = model_directory(path)
+    inside = [(entry.relative_to(directory), entry) for entry in directory.rglob("*")]
     files = sorted(
-        entry.name
-        for entry in directory.iterdir()
-        if entry.is_file() and _matches(entry.name, MODEL_FILE_PATTERNS + CODE_FILE_PATTERNS)
+        relative.as_posix()
+        for relative, entry in inside
+        if entry.is_file()
+        and not any(part.startswith(".") for part in relative.parts)
+        and _matches(entry.name, MODEL_FILE_PATTERNS + CODE_FILE_PATTERNS)
     )
     digest = hashlib.sha256()
     for name in files:
@@ -232,7 +240,7 @@ def hub_commit(repo: str, revision: str | None) -> str | None:
 
 
 def hub_snapshot(repo: str, revision: str | None, *, with_code: bool, weights: bool = True) -> Path:
-    """The local snapshot of a hub repository: safetensors, tokenizer and JSON files only.
+    """The local snapshot of a hub repository: safetensors, tokenizer, JSON and licence files only.
 
     Raises:
         ModelNotFoundError: not on the hub and not in the hub's cache; says what was tried.
@@ -242,7 +250,8 @@ def hub_snapshot(repo: str, revision: str | None, *, with_code: bool, weights: b
 
     commit = hub_commit(repo, revision)
     sha, why_not = _ask_hub(repo, revision)
-    patterns = [*MODEL_FILE_PATTERNS, *(CODE_FILE_PATTERNS if with_code else ())]
+    patterns = [*MODEL_FILE_PATTERNS, *LICENSE_FILE_PATTERNS]
+    patterns += CODE_FILE_PATTERNS if with_code else ()
     if not weights:
         patterns.remove("*.safetensors")
     try:

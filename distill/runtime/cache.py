@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from distill.errors import CacheRollbackError, ContextLengthError
 from distill.runtime.attention import attention_for, ragged_mask
-from distill.runtime.packing import PackedLinears
+from distill.runtime.packing import packed_linears
 
 _ROUND_UP = 64
 _ROLLBACK_BY_LENGTH = ("full_attention", "sliding_attention")
@@ -61,7 +61,7 @@ class RaggedCache:
     def __init__(self, model: Any, *, max_rows: int, capacity: int = 256) -> None:
         self.config = model.config.get_text_config()
         self.layer_types = check_can_roll_back(model)
-        self.packed = PackedLinears(model)
+        self.packed = packed_linears(model)
         self.max_rows = max_rows
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
         self.lengths: list[int] = []

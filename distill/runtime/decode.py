@@ -21,6 +21,7 @@ from torch import Tensor
 
 from distill.drafters.base import Drafter, Proposal, registry
 from distill.drafters.causal_lm import CausalLMDrafter
+from distill.errors import ConfigError
 from distill.runtime.cache import RaggedCache, forward, prefill
 from distill.runtime.commit import find_boundary
 from distill.runtime.requests import (
@@ -29,11 +30,14 @@ from distill.runtime.requests import (
     Row,
     RowUpdate,
     check_request,
+    prompt_token_ids,
 )
 from distill.runtime.rounds import judge
 from distill.runtime.stats import DecodeStats
 from distill.runtime.verify import Verification
 from distill.sampling import SamplingConfig, log_normalizer
+
+_EXPECTED_NEW_TOKENS = 512
 
 __all__ = [
     "DecodeEngine",
@@ -60,6 +64,7 @@ class DecodeEngine:
 
     Raises:
         CacheRollbackError: the target's cache cannot forget single tokens.
+        ConfigError: no row, or fewer than no draft tokens.
         PairMismatchError: the drafter does not fit the target.
     """
 
@@ -74,6 +79,11 @@ class DecodeEngine:
         tokenizer: Any = None,
         keep_hidden: bool = False,
     ) -> None:
+        if max_batch_size < 1 or num_draft_tokens < 0:
+            raise ConfigError(
+                f"max_batch_size is {max_batch_size} and num_draft_tokens {num_draft_tokens}; the "
+                "first must be at least 1, the second at least 0 (plain decoding)"
+            )
         self._model = target_model
         self._drafter = drafter
         self._num_draft_tokens = num_draft_tokens
@@ -195,7 +205,7 @@ class DecodeEngine:
                     stop_token_ids=row.request.stop_token_ids,
                 )
         try:
-            self._cache.reserve(max(self._most_tokens(row) for row in entering))
+            self._cache.reserve(max(self._expected_tokens(row) for row in entering))
             prefill(self._model, self._cache, prompts)
         except BaseException:
             for row in reversed(entering):
@@ -203,9 +213,13 @@ class DecodeEngine:
                 self._pending.appendleft(row)
             raise
 
-    def _most_tokens(self, row: Row) -> int:
-        """How much of the cache the row can come to use, drafts of its last round included."""
-        longest = row.num_prompt_tokens + row.request.max_new_tokens
+    def _expected_tokens(self, row: Row) -> int:
+        """How much of the cache to make at once; a longer answer lets it grow by doubling.
+
+        Not the whole budget: a chat without ``max_tokens`` may use the rest of the context, and
+        nearly none does.
+        """
+        longest = row.num_prompt_tokens + min(row.request.max_new_tokens, _EXPECTED_NEW_TOKENS)
         return min(longest, self.max_length) + self._num_draft_tokens + 1
 
     def _wanted_drafts(self, row: Row) -> int:
@@ -340,7 +354,9 @@ def speculative_decode(
     Raises:
         DistillError: a prompt or a pair that cannot be decoded; each message has its way out.
     """
-    token_ids = [_prompt_token_ids(target.tokenizer, prompt) for prompt in prompts]
+    if isinstance(prompts, str):
+        raise ConfigError("prompts is one text; give a list of prompts, such as [text]")
+    token_ids = [prompt_token_ids(target.tokenizer, prompt) for prompt in prompts]
     if draft is None:
         drafter = None
     elif isinstance(draft, str):
@@ -370,18 +386,6 @@ def speculative_decode(
             for index, ids in enumerate(token_ids)
         ],
     )
-
-
-def _prompt_token_ids(
-    tokenizer: Any, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]]
-) -> list[int]:
-    if isinstance(prompt, str):
-        return list(tokenizer(prompt)["input_ids"])
-    messages = [dict(item) for item in prompt if isinstance(item, Mapping)]
-    if messages:
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        return list(encoded["input_ids"])
-    return [item for item in prompt if isinstance(item, int)]
 
 
 def _text(tokenizer: Any, token_ids: Sequence[int]) -> str:

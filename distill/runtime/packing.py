@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeGuard
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,11 @@ class PackedLinears:
         self._layers = [_Layer(m) for m in linears] if num_bytes <= _MAX_BYTES else []
         self._extra: _Layer | None = None
 
+    def covers_the_layers_of(self, other: PackedLinears) -> bool:
+        """Whether both are about the same layers: a model may have changed dtype or parts."""
+        ours, theirs = self._layers, other._layers
+        return [id(one.module) for one in ours] == [id(one.module) for one in theirs]
+
     @contextmanager
     def applied(self, extra: nn.Module | None = None) -> Iterator[None]:
         """Let the layers, and ``extra`` if it is one, compute with packed weights in this block."""
@@ -66,6 +72,21 @@ class PackedLinears:
         finally:
             for layer in replaced:
                 layer.module.__dict__.pop("forward", None)
+
+
+_PACKED: WeakKeyDictionary[nn.Module, PackedLinears] = WeakKeyDictionary()
+
+
+def packed_linears(model: nn.Module) -> PackedLinears:
+    """The packed copies of a model: one set, however many caches and engines it serves.
+
+    Gone with the model: the copies refer to its layers, and layers do not refer to their model.
+    """
+    fresh = PackedLinears(model)
+    kept = _PACKED.get(model)
+    if kept is None or not kept.covers_the_layers_of(fresh):
+        kept = _PACKED[model] = fresh
+    return kept
 
 
 def _is_packable(module: object) -> TypeGuard[nn.Linear]:

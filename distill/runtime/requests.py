@@ -6,8 +6,10 @@ Legend: T emitted tokens, D width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -183,3 +185,27 @@ def check_request(
             f"bad_token_ids and min_tokens exclude all {vocabulary_size} ids of the target. "
             "Leave at least one."
         )
+
+
+def prompt_token_ids(
+    tokenizer: Any, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]]
+) -> list[int]:
+    """Token ids of a text, of chat messages, or of ids (a list, an array or a tensor)."""
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
+    items = list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
+    if items and all(isinstance(item, Mapping) for item in items):
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                "the prompt is chat messages, but the target's tokenizer has no chat template; "
+                "give the text, or set tokenizer.chat_template"
+            )
+        messages = [dict(item) for item in items]
+        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        return list(encoded["input_ids"])
+    try:
+        return [operator.index(item) for item in items]
+    except TypeError as error:
+        raise ConfigError(
+            f"a prompt is a text, a list of messages or a list of token ids, not {items[:3]!r}"
+        ) from error

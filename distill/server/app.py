@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import secrets
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 from distill.runtime.decode import DecodeRequest
 from distill.server.metrics import CONTENT_TYPE, ServerMetrics
 from distill.server.prompts import ServedPair, build_request
-from distill.server.protocol import ApiError, parse_request
+from distill.server.protocol import ApiError, GenerationRequest, parse_request
 from distill.server.responses import (
     ChatDialect,
     Choice,
@@ -157,12 +158,14 @@ class _Service:
         self._scheduler = scheduler
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
+        self._tokenizer_lock = threading.Lock()  # a tokenizer isn't made for two threads
 
     async def answer(self, http: Request, dialect: Dialect) -> HttpResponse:
         asked = parse_request(await _read_body(http, self._max_body_bytes), dialect.schema)
         self._pair.require_model(asked.model)
         answer_id = dialect.id_prefix + secrets.token_hex(12)
-        request = build_request(self._pair, asked, answer_id)
+        # Off the event loop: a long prompt takes the tokenizer long enough to stall every stream.
+        request = await asyncio.to_thread(self._build_request, asked, answer_id)
         events: asyncio.Queue[Event] = asyncio.Queue()
         call = _Call(
             dialect=dialect,
@@ -194,6 +197,11 @@ class _Service:
         assert isinstance(event, Finished)
         self._metrics.observe_whole_answer(time.monotonic() - call.started_s)
         return HttpResponse(call.whole(event), media_type="application/json")
+
+    def _build_request(self, asked: GenerationRequest, answer_id: str) -> DecodeRequest:
+        # Not an asyncio lock: a cancelled call would let it go while its thread is still at work.
+        with self._tokenizer_lock:
+            return build_request(self._pair, asked, answer_id)
 
     def _submit(self, request: DecodeRequest, events: asyncio.Queue[Event]) -> Ticket:
         loop = asyncio.get_running_loop()

@@ -133,12 +133,16 @@ def _num_new_tokens(pair: ServedPair, asked: GenerationRequest, num_prompt: int)
         raise ApiError("The prompt holds no tokens.", param="prompt", code="invalid_value")
     budget = asked.token_budget
     room = pair.max_length - num_prompt
-    if room < max(1, budget or 0, asked.min_tokens or 0):
-        wanted = "at least 1" if budget is None else str(budget)
+    minimum = asked.min_tokens or 0
+    if room < max(1, budget or 0, minimum):
+        # Without a budget the answer may be as short as it likes, but for its minimum.
+        is_minimum = budget is None and minimum > 1
+        wanted = str(budget) if budget is not None else f"at least {max(1, minimum)}"
+        lower = "min_tokens" if is_minimum else "max_tokens"
         raise ApiError(
             f"This model's context holds {pair.max_length} tokens; the prompt has {num_prompt} and "
-            f"{wanted} more were asked for. Shorten the prompt or lower max_tokens.",
-            param="max_tokens" if num_prompt < pair.max_length else "prompt",
+            f"{wanted} more were asked for. Shorten the prompt or lower {lower}.",
+            param=lower if room > 0 else "prompt",
             code="context_length_exceeded",
         )
     return room if budget is None else budget

@@ -127,6 +127,7 @@ class Scheduler:
         self._changed = threading.Condition()
         # Guarded by `_changed`:
         self._waiting: deque[Ticket] = deque()
+        self._num_open = 0  # waiting, running, or on the way from one to the other
         self._has_cancellations = False
         self._is_closing = False
         self._snapshot = Snapshot()
@@ -161,17 +162,20 @@ class Scheduler:
     def submit(self, request: DecodeRequest, deliver: Deliver) -> Ticket:
         """Queue a request; its events go to `deliver`, from the scheduler's thread.
 
-        Raises QueueFullError when too many wait, ServerClosedError after `close`.
+        Raises QueueFullError when a full batch and `max_waiting` more are here, ServerClosedError
+        after `close`.
         """
         ticket = Ticket(request, deliver, TextStream(self._decoder, request.stop_strings))
         with self._changed:
             if not self.is_alive:
                 raise ServerClosedError("The server is shutting down; send the request elsewhere.")
-            if len(self._waiting) >= self._max_waiting:
+            most = self._max_batch_size + self._max_waiting
+            if self._num_open >= most:
                 raise QueueFullError(
-                    f"{len(self._waiting)} requests wait already, the most this server queues. "
-                    "Try again in a moment."
+                    f"{self._num_open} requests run or wait already, and this server takes {most} "
+                    "at once. Try again in a moment."
                 )
+            self._num_open += 1
             self._waiting.append(ticket)
             self._changed.notify()
         return ticket
@@ -291,14 +295,17 @@ class Scheduler:
         # The last tokens aren't pushed: where a stop cuts them is the engine's decision alone.
         result = engine.result(update.handle)
         assert result.text is not None, "the engine has a tokenizer"
-        text = ticket.text.finish(result.text)
-        event = Finished(text, ticket.text.text, update.finish_reason, result)
+        has_stop = bool(fresh) and fresh[-1] in ticket.request.stop_token_ids
+        text = ticket.text.finish(result.text, fresh[:-1] if has_stop else fresh)
+        event = Finished(text, result.text, update.finish_reason, result)
         del self._running[update.handle]
         self._stats += result.stats
         self._end(ticket, update.finish_reason, event)
 
     def _end(self, ticket: Ticket, reason: str, event: Event) -> None:
         self._num_ended[reason] += 1
+        with self._changed:
+            self._num_open -= 1
         self._publish()  # before the event: who has an answer finds it counted
         self._deliver(ticket, event)
 

@@ -41,7 +41,7 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """Everything sent so far; the whole answer after `finish`."""
+        """Everything sent so far."""
         return "".join(self._sent)
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -53,14 +53,28 @@ class TextStream:
         self._sent.append(certain)
         return certain
 
-    def finish(self, text: str) -> str:
-        """Close the answer, whose whole text is `text`; return what's left to send of it."""
+    def finish(self, text: str, token_ids: Sequence[int] = ()) -> str:
+        """Close the answer, whose whole text is `text`; return what's left to send of it.
+
+        `token_ids` are the tokens after those pushed. They count only when `text` doesn't begin
+        with what was sent: a tokenizer that reads earlier tokens differently by what follows. Sent
+        text can't be taken back, so the rest is then read as every piece was.
+        """
         sent = self.text
-        if not text.startswith(sent):
-            # A tokenizer that reads earlier tokens differently now; sent text can't be taken back.
-            logger.warning("The answer's text changed after its start was sent; its end is lost.")
-            return ""
-        rest = text[len(sent) :]
+        if text.startswith(sent):
+            rest = text[len(sent) :]
+            self._sent.append(rest)
+            return rest
+        logger.warning("The answer's text changed after its start was sent; the rest is read on.")
+        return self.push(token_ids) + self._flush()
+
+    def _flush(self) -> str:
+        """What is held back still, up to the first stop string; nothing follows to decide it."""
+        new = self._decode(self._context)[self._num_context_chars :]
+        rest = self._held + new[self._num_taken :]
+        found = (rest.find(stop) for stop in self._stop_strings)
+        rest = rest[: min((start for start in found if start >= 0), default=len(rest))]
+        self._held = ""
         self._sent.append(rest)
         return rest
 

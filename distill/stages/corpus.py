@@ -199,6 +199,8 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                         f"{place}: not JSON ({error.msg} at column {error.colno}); "
                         "a .jsonl file holds one JSON object a line"
                     ) from error
+                except (ValueError, RecursionError) as error:  # a huge integer, a deep nesting
+                    raise CorpusError(f"{place}: cannot be read as JSON ({error})") from error
                 if not isinstance(row, dict):
                     raise CorpusError(f"{place}: a {type(row).__name__}, not a JSON object")
                 yield place, row
@@ -241,11 +243,12 @@ def is_reachable(config: CorpusConfig) -> bool:
 
 def _dataset_rows(config: CorpusConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
     import datasets
+    from datasets.exceptions import DatasetsError
 
     assert config.name is not None
     try:
         dataset = datasets.load_dataset(config.name, config.subset, split=config.split)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, DatasetsError) as error:
         raise CorpusError(
             f"cannot load split {config.split!r} of the dataset {config.name!r}: {error}. "
             "Check name, subset and split; or download it and give its file as jsonl or parquet"
@@ -262,7 +265,20 @@ def _optional_text(row: Mapping[str, Any], key: str, place: str) -> str | None:
         return str(value)
     if not isinstance(value, str) or not value:
         raise CorpusError(f"{place}: {key} is {value!r}; it must be a text")
-    return value
+    return _encodable(value, key, place)
+
+
+def _encodable(text: str, what: str, place: str) -> str:
+    """The text itself; JSON can spell halves of surrogate pairs, which no encoding can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise CorpusError(
+            f"{place}: {what} holds {half!r} alone, half of a surrogate pair and no character; "
+            "write the whole character, or leave it out"
+        ) from error
+    return text
 
 
 def _identity(
@@ -315,7 +331,7 @@ def _message(entry: Any, column: str, place: str) -> Mapping[str, str]:
         raise CorpusError(f"{place}: the content of a {role} message is {content!r}, not a text")
     if role == "user" and not content.strip():
         raise CorpusError(f"{place}: a user turn is empty")
-    return {"role": role, "content": content}
+    return {"role": role, "content": _encodable(content, f"a {role} message", place)}
 
 
 # ---------------------------------------------------------------- token ids

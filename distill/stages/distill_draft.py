@@ -5,7 +5,8 @@ Refuses to know how answers are made, how the draft is measured and how it is se
 Payload:
 
 ``draft/``
-    the draft as transformers loads it: config, safetensors in the target's dtype, tokenizer.
+    the draft as transformers loads it: config, safetensors in the dtype it started with (the
+    target's, unless it is an existing model), tokenizer.
 ``draft_vocabulary.json`` (with ``vocabulary_size``)
     ``token_ids``, the ids the draft may propose, ascending, and ``coverage``, their share of the
     target's own output tokens. Outside them its probability is zero by decree, not by its head.
@@ -26,6 +27,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import model_validator
+
 from distill.artifacts import Artifact, ArtifactKey, ArtifactStore, atomic_write
 from distill.config import setting
 from distill.errors import ArtifactError, ConfigError
@@ -36,6 +39,7 @@ from distill.initialization import (
     ScratchConfig,
     initialize,
 )
+from distill.lineage import check_same_target, fingerprints_of
 from distill.losses.head import head_of
 from distill.models import LoadedModel, ModelConfig, load_target, model_revision, save_model
 from distill.training.config import LossPhase, TrainingConfig
@@ -79,6 +83,12 @@ class DistillConfig(TrainingConfig):
         None, gt=0, description="propose only the target's most frequent tokens; null: all"
     )
 
+    @model_validator(mode="after")
+    def _check_losses(self) -> DistillConfig:
+        if self.vocabulary_size is not None:
+            self.check_for_subset()
+        return self
+
 
 def distill_key(
     config: DistillConfig, store: ArtifactStore, *, inputs: Mapping[str, Artifact | str]
@@ -93,14 +103,12 @@ def distill_key(
         raise ArtifactError(
             f"distill reads one artifact, 'generate', but was given: {', '.join(inputs) or 'none'}"
         )
-    fingerprints = {
-        name: item.fingerprint if isinstance(item, Artifact) else item
-        for name, item in inputs.items()
-    }
     revisions = {"target": model_revision(config.target)}
     if isinstance(config.initialization, ExistingConfig):
         revisions["initialization"] = model_revision(config.initialization.model)
-    return store.key(STAGE, CODE_VERSION, config, inputs=fingerprints, revisions=revisions)
+    return store.key(
+        STAGE, CODE_VERSION, config, inputs=fingerprints_of(inputs), revisions=revisions
+    )
 
 
 def distill_draft(
@@ -113,13 +121,19 @@ def distill_draft(
     """Train a draft on what generate stored. Resumes what was killed; returns what is built.
 
     Raises:
-        ArtifactError: ``inputs["generate"]`` is missing or of another stage.
+        ArtifactError: ``inputs["generate"]`` is missing, of another stage or another target's.
         ConfigError: settings that do not fit the target or the answers.
         PairMismatchError: an existing draft that reads token ids differently from the target.
         TrainingError: nothing to train on, or a loss that is not a number.
     """
     key = distill_key(config, store, inputs=inputs)
     generated = inputs["generate"].expect("generate")
+    check_same_target(
+        generated,
+        name="generate",
+        reference=config.target.model,
+        revision=key.parts["revisions"]["target"],
+    )
     return store.get_or_build(
         key, lambda directory: _build(config, generated, directory), rebuild=rebuild
     )

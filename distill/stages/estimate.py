@@ -5,6 +5,8 @@ Refuses to load a weight; every number follows from shapes, settings and the sta
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,8 +21,11 @@ if TYPE_CHECKING:
 
 _WEIGHT_BYTES = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4}
 _STATE_BYTES = 2
-# float32 weights, gradients and two AdamW moments.
-_TRAINING_BYTES_PER_PARAMETER = 16
+# float32 weights, gradients, two AdamW moments and the best weights so far.
+_TRAINING_BYTES_PER_PARAMETER = 20
+# A state is float32 weights and two moments (12 bytes), beside it lie the best weights (4); while
+# one is replaced the old and the new of both are there.
+_CHECKPOINT_BYTES_PER_PARAMETER = 32
 # Beside a token's hidden state: its log-sum-exp, ids, mask and parquet overhead.
 _TABLE_BYTES_PER_TOKEN = 16
 # A prompt's length when it is not known before its tokenizer is loaded.
@@ -49,6 +54,7 @@ class StageEstimate:
 @dataclass(frozen=True)
 class _Prompts:
     num_prompts: int
+    num_held_out: int
     mean_tokens: int
     note: str
 
@@ -64,7 +70,7 @@ def estimate_run(config: RunConfig) -> dict[str, StageEstimate]:
     prompts = _prompts(config)
     return {
         "generate": _generate(config, target, prompts),
-        "distill": _distill(config, target, draft),
+        "distill": _distill(config, target, draft, prompts),
         "measure": _measure(config, target, draft, prompts),
         "export": _export(config, draft),
     }
@@ -80,12 +86,7 @@ def draft_shape(config: RunConfig, target: ModelShape | None) -> ModelShape | No
     if isinstance(start, PrunedConfig):
         layers = start.chosen_layers(target.num_hidden_layers)
         return target.model_copy(update={"num_hidden_layers": len(layers)})
-    known = {
-        name: value
-        for name, value in start.model_dump().items()
-        if name in ModelShape.model_fields and value is not None
-    }
-    return target.model_copy(update=known)
+    return start.shape_from(target)
 
 
 def _prompts(config: RunConfig) -> _Prompts:
@@ -93,16 +94,26 @@ def _prompts(config: RunConfig) -> _Prompts:
     if corpus_config.kind == "datasets":
         # Reading it would download it; a plan must stay offline.
         if corpus_config.limit is None:
-            return _Prompts(0, _PROMPT_TOKENS, "size of the dataset unknown: set corpus.limit")
-        return _Prompts(corpus_config.limit, _PROMPT_TOKENS, "")
+            return _Prompts(0, 0, _PROMPT_TOKENS, "size of the dataset unknown: set corpus.limit")
+        held_out = math.ceil(corpus_config.limit * corpus_config.held_out_fraction)
+        return _Prompts(corpus_config.limit, held_out, _PROMPT_TOKENS, "")
     prompts = read_corpus(corpus_config).prompts
     characters = sum(len(prompt.text) for prompt in prompts)
     mean = characters // max(1, len(prompts)) // _CHARACTERS_PER_TOKEN
-    return _Prompts(len(prompts), mean, "")
+    per_task = Counter(prompt.task for prompt in prompts if prompt.split == "held_out")
+    most = config.measure.max_prompts_per_task
+    num_held_out = sum(count if most is None else min(count, most) for count in per_task.values())
+    return _Prompts(len(prompts), num_held_out, mean, "")
 
 
 def _weights(config: ModelConfig, shape: ModelShape) -> int:
     return shape.num_parameters * _WEIGHT_BYTES[config.dtype]
+
+
+def _draft_weights(config: RunConfig, draft: ModelShape) -> int:
+    """Bytes of the draft as it is saved: in its own dtype if it existed, else in the target's."""
+    start = config.distill.initialization
+    return _weights(start.model if isinstance(start, ExistingConfig) else config.target, draft)
 
 
 def _cache_bytes_per_token(shape: ModelShape) -> int:
@@ -119,14 +130,25 @@ def _decode_s(
     return num_tokens / rows * max(arithmetic, traffic)
 
 
+def _num_answers(config: RunConfig, prompts: _Prompts) -> int:
+    settings = config.generate
+    return prompts.num_prompts * len(settings.samplings) * settings.num_samples
+
+
+def _states_bytes(config: RunConfig, target: ModelShape, prompts: _Prompts) -> int:
+    """The target's final hidden states that generate stores and distill maps into memory."""
+    if config.generate.target_store != "final_hidden":
+        return 0
+    num_tokens = _num_answers(config, prompts) * config.generate.max_new_tokens
+    return num_tokens * target.hidden_size * _STATE_BYTES
+
+
 def _generate(config: RunConfig, shape: ModelShape | None, prompts: _Prompts) -> StageEstimate:
     settings = config.generate
-    answers = prompts.num_prompts * len(settings.samplings) * settings.num_samples
+    answers = _num_answers(config, prompts)
     num_tokens = answers * settings.max_new_tokens
     if shape is None:
         return StageEstimate(num_tokens, None, None, None, _unknown("target"))
-    has_states = settings.target_store == "final_hidden"
-    states = shape.hidden_size * _STATE_BYTES if has_states else 0
     weights = _weights(config.target, shape)
     context = settings.max_new_tokens + prompts.mean_tokens
     cache = settings.batch_size * context * _cache_bytes_per_token(shape)
@@ -134,7 +156,7 @@ def _generate(config: RunConfig, shape: ModelShape | None, prompts: _Prompts) ->
     hardware = config.hardware
     return StageEstimate(
         num_tokens=num_tokens,
-        disk_bytes=num_tokens * (states + _TABLE_BYTES_PER_TOKEN),
+        disk_bytes=_states_bytes(config, shape, prompts) + num_tokens * _TABLE_BYTES_PER_TOKEN,
         memory_bytes=weights + cache,
         duration_s=prefill_flops / (hardware.peak_flops * hardware.utilization)
         + _decode_s(shape, weights, settings.batch_size, num_tokens, hardware),
@@ -143,7 +165,7 @@ def _generate(config: RunConfig, shape: ModelShape | None, prompts: _Prompts) ->
 
 
 def _distill(
-    config: RunConfig, target: ModelShape | None, draft: ModelShape | None
+    config: RunConfig, target: ModelShape | None, draft: ModelShape | None, prompts: _Prompts
 ) -> StageEstimate:
     settings = config.distill
     num_tokens = settings.max_steps * settings.batch_tokens
@@ -155,16 +177,16 @@ def _distill(
     trained = draft.num_parameters if settings.train_embeddings else body
     # Forward and backward: 6 FLOP a weight; the target's head is one more product.
     flops = 6.0 * (body + head_rows * draft.hidden_size) + 2.0 * head_rows * target.hidden_size
-    states = config.generate.max_new_tokens * target.hidden_size * _STATE_BYTES
     hardware = config.hardware
     return StageEstimate(
         num_tokens=num_tokens,
-        disk_bytes=draft.num_parameters * _WEIGHT_BYTES[config.target.dtype] + trained * 12,
+        disk_bytes=_draft_weights(config, draft) + trained * _CHECKPOINT_BYTES_PER_PARAMETER,
         memory_bytes=_weights(config.target, target)
         + 4 * (draft.num_parameters - trained)
         + trained * _TRAINING_BYTES_PER_PARAMETER
-        + states,
+        + _states_bytes(config, target, prompts),
         duration_s=num_tokens * flops / (hardware.peak_flops * hardware.utilization),
+        note=prompts.note,
     )
 
 
@@ -172,11 +194,10 @@ def _measure(
     config: RunConfig, target: ModelShape | None, draft: ModelShape | None, prompts: _Prompts
 ) -> StageEstimate:
     settings = config.measure
-    held_out = round(prompts.num_prompts * config.generate.corpus.held_out_fraction)
     num_drafts = 1 + settings.undistilled + settings.prompt_lookup
     # Plain answers once, then one speculative run for each draft.
     runs = len(settings.temperatures) * (1 + num_drafts)
-    num_tokens = held_out * settings.max_new_tokens * runs
+    num_tokens = prompts.num_held_out * settings.max_new_tokens * runs
     timing = settings.timing
     timed = 0
     if timing.enabled:
@@ -192,16 +213,17 @@ def _measure(
         num_tokens=num_tokens,
         disk_bytes=num_tokens * _TABLE_BYTES_PER_TOKEN,
         memory_bytes=weights
-        + _weights(config.target, draft) * num_drafts
+        + _draft_weights(config, draft) * num_drafts
         + settings.batch_size * settings.max_new_tokens * _cache_bytes_per_token(target),
         duration_s=batched + _decode_s(target, weights, 1, timed, hardware),
+        note=prompts.note,
     )
 
 
 def _export(config: RunConfig, draft: ModelShape | None) -> StageEstimate:
     if draft is None:
         return StageEstimate(0, None, None, None, _unknown("draft"))
-    weights = _weights(config.target, draft)
+    weights = _draft_weights(config, draft)
     return StageEstimate(0, weights, 2 * weights, weights / config.hardware.memory_bandwidth)
 
 
@@ -229,7 +251,9 @@ def estimate_table(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> Tabl
             row["note"] or row["miss"] or "",
         )
     todo = [row for row in rows if row["state"] != "cached"]
-    doubt = "; ?: a model or dataset could not be reached, so the fingerprint will change"
+    doubt = (
+        "; ?: not known before a model, a dataset or a measurement is at hand, so it will change"
+    )
     table.caption = (
         f"to do: {sum(row['num_tokens'] for row in todo):,} tokens, "
         f"{_size(_total(todo, 'disk_bytes'))} of disk, {_time(_total(todo, 'duration_s'))}; "

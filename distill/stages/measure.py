@@ -33,6 +33,7 @@ from distill.artifacts import Artifact, ArtifactKey, ArtifactStore
 from distill.config import Config, setting
 from distill.errors import ArtifactError, ConfigError
 from distill.files import atomic_write
+from distill.lineage import check_same_target, fingerprints_of
 from distill.metrics import summary
 from distill.metrics.summary import PromptRecord
 from distill.metrics.verdict import DISTILLED, PROMPT_LOOKUP, UNDISTILLED, decide
@@ -46,7 +47,7 @@ from distill.vocab import check_pair
 __all__ = ["CODE_VERSION", "MeasureConfig", "TimingConfig", "measure_acceptance", "measure_key"]
 
 STAGE = "measure"
-CODE_VERSION = 1
+CODE_VERSION = 2
 INPUTS = ("distill", "generate")
 
 
@@ -96,10 +97,7 @@ def measure_key(
             "measure reads two artifacts, 'generate' and 'distill', but was given: "
             f"{', '.join(inputs) or 'none'}."
         )
-    fingerprints = {
-        name: item.fingerprint if isinstance(item, Artifact) else item
-        for name, item in inputs.items()
-    }
+    fingerprints = fingerprints_of(inputs)
     revisions = {"target": model_revision(config.target)}
     return store.key(STAGE, CODE_VERSION, config, inputs=fingerprints, revisions=revisions)
 
@@ -121,22 +119,15 @@ def measure_acceptance(
     key = measure_key(config, store, inputs=inputs)
     for name, artifact in inputs.items():
         artifact.expect(name)
-        _check_same_target(config, key, name, artifact)
+        check_same_target(
+            artifact,
+            name=name,
+            reference=config.target.model,
+            revision=key.parts["revisions"]["target"],
+        )
     return store.get_or_build(
         key, lambda directory: _build(config, inputs, directory), rebuild=rebuild
     )
-
-
-def _check_same_target(
-    config: MeasureConfig, key: ArtifactKey, name: str, artifact: Artifact
-) -> None:
-    ours, theirs = key.parts["revisions"]["target"], artifact.manifest.revisions.get("target")
-    if ours != theirs:
-        raise ArtifactError(
-            f"measure.target {config.target.model!r} is at revision {ours}, but {artifact.path} "
-            f"({name}) was made with a target at {theirs}. Measure with that target, or run "
-            f"{name} again with this one."
-        )
 
 
 def _build(
@@ -171,7 +162,9 @@ def _build(
         "differences": summary.compare(
             records, draft=DISTILLED, baseline=UNDISTILLED, seed=config.seed
         ),
-        "lossless": compare_greedy(target, prompts, answers, records, emitted),
+        "lossless": compare_greedy(
+            target, prompts, answers, records, emitted, max_new_tokens=config.max_new_tokens
+        ),
     }
     _write_records(directory / "records.parquet", records, emitted)
     atomic_write(directory / "acceptance.json", json.dumps(content, indent=1) + "\n")
@@ -199,7 +192,8 @@ def _build(
 def _contestants(
     config: MeasureConfig, distilled: Artifact, target: LoadedModel
 ) -> list[Contestant]:
-    draft = load_draft(distilled, device=config.target.device)
+    # As serve loads it: another precision would be another draft, faster or slower, right or wrong.
+    draft = load_draft(distilled, dtype=config.target.dtype, device=config.target.device)
     check_pair(target.tokenizer, target.shape, draft.tokenizer, draft.shape)
     vocabulary = read_vocabulary(distilled)
     # The same subset for both, so that what differs is the training and not the head.

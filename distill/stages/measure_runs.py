@@ -271,21 +271,33 @@ def find_divergence(
     prompt: Sequence[int],
     plain: Sequence[int],
     speculative: Sequence[int],
+    *,
+    max_new_tokens: int,
 ) -> dict[str, Any] | None:
     """Where two greedy answers part, and whether the target's logits tie there; None: nowhere.
 
     Only the common length is compared: the plain answer may have had a smaller budget. The margin
     is how far the worse of the two tokens lies below the largest logit, in the target's own
     precision, after the common prefix; it is a tie up to ``TIE_ULPS``.
+
+    A speculative answer that is the shorter one must have a reason: a stop token at its end, or
+    its budget of ``max_new_tokens``. Without one it parts where it ends, and that is no tie;
+    ``speculative_token`` is None, and the margin that of the plain token.
     """
     pairs = zip(plain, speculative, strict=False)
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if position is None:
-        return None
-    a, b = plain[position], speculative[position]
+        is_explained = len(speculative) >= min(len(plain), max_new_tokens) or (
+            bool(speculative) and speculative[-1] in target.stop_token_ids
+        )
+        if is_explained:
+            return None
+        position = len(speculative)
+    a = plain[position]
+    b = speculative[position] if position < len(speculative) else None
     logits_V = completion_logits(target, [([*prompt, *plain[:position]], [a])])[0][0].double()
     top = float(logits_V.max())
-    margin = top - min(float(logits_V[a]), float(logits_V[b]))
+    margin = top - min(float(logits_V[token]) for token in (a, b) if token is not None)
     ulp = torch.finfo(target.dtype).eps * 2.0 ** math.floor(math.log2(max(abs(top), 1e-30)))
     return {
         "position": position,
@@ -293,5 +305,5 @@ def find_divergence(
         "speculative_token": b,
         "margin": margin,
         "margin_ulps": margin / ulp,
-        "is_tie": margin <= TIE_ULPS[target.dtype] * ulp,
+        "is_tie": b is not None and margin <= TIE_ULPS[target.dtype] * ulp,
     }

@@ -141,7 +141,8 @@ class Bench:
         found: list[tuple[HeldOutPrompt, Any]] = []
         for start in range(0, len(prompts), self.batch_size):
             chunk = prompts[start : start + self.batch_size]
-            unit = f"{name}-t{temperature:g}-{start // self.batch_size:05d}"
+            # repr, not :g: two close temperatures must not share a name, and so their results.
+            unit = f"{name}-t{temperature!r}-{start // self.batch_size:05d}"
             found += zip(
                 chunk, self.units.get(unit, functools.partial(compute, chunk)), strict=True
             )
@@ -154,8 +155,13 @@ def compare_greedy(
     answers: Answers,
     records: Sequence[PromptRecord],
     emitted: Sequence[list[int]],
+    *,
+    max_new_tokens: int,
 ) -> dict[str, Any]:
-    """Every draft's greedy answers against the target's plain ones; zeros without greedy ones."""
+    """Every draft's greedy answers against the target's plain ones; zeros without greedy ones.
+
+    ``max_new_tokens`` is the budget the drafts had.
+    """
     token_ids = {p.prompt_id: p.token_ids for p in prompts}
     divergences = []
     num_compared = 0
@@ -164,7 +170,10 @@ def compare_greedy(
             continue
         num_compared += 1
         plain = answers[0.0, record.prompt_id]
-        found = runs.find_divergence(target, token_ids[record.prompt_id], plain, speculative)
+        prompt = token_ids[record.prompt_id]
+        found = runs.find_divergence(
+            target, prompt, plain, speculative, max_new_tokens=max_new_tokens
+        )
         if found is not None:
             divergences.append({"prompt_id": record.prompt_id, "draft": record.draft, **found})
     num_ties = sum(d["is_tie"] for d in divergences)

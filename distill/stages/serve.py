@@ -6,6 +6,7 @@ Refuses to know HTTP: distill.server does, and is imported only when something i
 from __future__ import annotations
 
 import copy
+import ipaddress
 import json
 import logging
 import os
@@ -15,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from distill.artifacts import Artifact, ArtifactKey, ArtifactStore
 from distill.config import Config, setting
+from distill.draft_tokens import depth_revision, resolve_num_draft_tokens
 from distill.drafters.causal_lm import CausalLMDrafter
 from distill.errors import ConfigError, ServerError
-from distill.export import DEFAULT_NUM_DRAFT_TOKENS, best_num_draft_tokens, public_reference
+from distill.export import public_reference
+from distill.lineage import check_lineage, fingerprints_of
 from distill.models import (
     LoadedModel,
     ModelConfig,
@@ -65,11 +68,18 @@ class ServeConfig(Config):
 
 
 def serve_key(
-    config: ServeConfig, store: ArtifactStore, *, inputs: Mapping[str, str]
+    config: ServeConfig, store: ArtifactStore, *, inputs: Mapping[str, Artifact | str]
 ) -> ArtifactKey:
-    """The key of the serving record; `inputs` are the fingerprints of "distill" and "measure"."""
-    revisions = {"target": model_revision(config.target)}
-    return store.key("serve", CODE_VERSION, config, inputs=inputs, revisions=revisions)
+    """The key of the serving record; `inputs`: "distill" and "measure", or their fingerprints.
+
+    As in `export_key`, the number of draft tokens that is served is in it.
+    """
+    revisions = {
+        "target": model_revision(config.target),
+        "num_draft_tokens": depth_revision(config.num_draft_tokens, inputs.get("measure")),
+    }
+    fingerprints = fingerprints_of(inputs)
+    return store.key("serve", CODE_VERSION, config, inputs=fingerprints, revisions=revisions)
 
 
 def serve(
@@ -87,6 +97,8 @@ def serve(
     0 and in distribution above: the draft changes their speed only.
 
     Raises:
+        ArtifactError: an input was made with another target, or "measure" with another draft.
+        ConfigError: the API key of the environment is unusable.
         PairMismatchError: the draft doesn't belong to the target.
         ServerError: no draft was given, the port is taken, or the `serve` extra isn't installed.
     """
@@ -100,7 +112,10 @@ def serve(
             f"Serving needs packages that aren't installed ({error}). "
             "Install them with: pip install 'distill[serve]'"
         ) from error
+    api_key = _api_key(config.host)
     given = _expected(inputs)
+    revision = model_revision(config.target)
+    check_lineage(given, reference=config.target.model, revision=revision)
     target = load_target(config.target)
     draft = load_draft(given["distill"], dtype=config.target.dtype, device=str(target.device))
     report = check_loaded_pair(target, draft)
@@ -110,7 +125,7 @@ def serve(
         stop_token_ids=target.stop_token_ids,
         vocabulary_size=report.num_shared_tokens,
         max_length=_max_length(config, target),
-        num_draft_tokens=_num_draft_tokens(config, given.get("measure")),
+        num_draft_tokens=resolve_num_draft_tokens(config.num_draft_tokens, given.get("measure")),
     )
     artifact = _record(config, store, given, pair, report)
     decoder = copy.deepcopy(target.tokenizer)  # a tokenizer isn't made for two threads
@@ -120,7 +135,7 @@ def serve(
         max_batch_size=config.max_batch_size,
         max_waiting=config.max_waiting,
     )
-    app = create_app(pair, scheduler, api_key=os.environ.get(API_KEY_VARIABLE) or None)
+    app = create_app(pair, scheduler, api_key=api_key)
     server = RunningServer(app, scheduler, host=config.host, port=config.port, artifact=artifact)
     logger.info(
         "serving %s at %s with %d draft tokens per target call",
@@ -157,10 +172,32 @@ def _max_length(config: ServeConfig, target: LoadedModel) -> int:
     return config.max_length or own
 
 
-def _num_draft_tokens(config: ServeConfig, measure: Artifact | None) -> int:
-    if config.num_draft_tokens is not None:
-        return config.num_draft_tokens
-    return best_num_draft_tokens(measure) or DEFAULT_NUM_DRAFT_TOKENS
+def _api_key(host: str) -> str | None:
+    """The key that clients must send, from the environment; None: everybody may ask."""
+    given = os.environ.get(API_KEY_VARIABLE)
+    if given is None:
+        if not _is_loopback(host):
+            logger.warning(
+                "serving on %s without an API key: everybody who reaches the port may ask. "
+                "Set %s, or serve on 127.0.0.1.",
+                host,
+                API_KEY_VARIABLE,
+            )
+        return None
+    key = given.strip()
+    if not key or not key.isascii():  # a header holds neither; the key itself is not shown
+        raise ConfigError(
+            f"{API_KEY_VARIABLE} is {'not ASCII' if key else 'empty'}, so no client could send it. "
+            "Set it to ASCII characters, or unset it to serve without a key."
+        )
+    return key
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _short_name(target: ModelConfig) -> str:
@@ -204,8 +241,7 @@ def _record(
     report: PairReport,
 ) -> Artifact:
     """The artifact that says which pair is served, by fingerprints."""
-    fingerprints = {name: artifact.fingerprint for name, artifact in inputs.items()}
-    key = serve_key(config, store, inputs=fingerprints)
+    key = serve_key(config, store, inputs=inputs)
     content = {
         "schema_version": _SCHEMA_VERSION,
         "model_id": pair.model_id,
@@ -213,7 +249,7 @@ def _record(
             "model": public_reference(config.target),
             "revision": key.parts["revisions"]["target"],
         },
-        "inputs": fingerprints,
+        "inputs": fingerprints_of(inputs),
         "num_draft_tokens": pair.num_draft_tokens,
         "max_length": pair.max_length,
         "stop_token_ids": sorted(pair.stop_token_ids),

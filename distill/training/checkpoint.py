@@ -106,8 +106,8 @@ def restore(
     for name, parameter in parameters.items():
         if name in saved.moments:
             optimizer.state[parameter] = {
-                # Adam counts its steps in a tensor of its own; the moments live with the parameter
-                key: value if key == "step" else value.to(parameter.device)
+                # the fused AdamW keeps its count of steps beside the parameter, like the moments
+                key: value.to(parameter.device)
                 for key, value in saved.moments[name].items()
             }
 

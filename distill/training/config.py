@@ -29,6 +29,15 @@ class LossPhase(Config):
         LOSSES.get(name)
         return name
 
+    @model_validator(mode="after")
+    def _check_temperature(self) -> LossPhase:
+        self.make_loss()  # a loss that takes no temperature says so
+        return self
+
+    def make_loss(self) -> LogitLoss | HiddenLoss:
+        """The loss at the phase's temperature."""
+        return LOSSES.get(self.name)(temperature=self.temperature)
+
 
 class TrainingConfig(Config):
     """How a draft is trained. Tokens are positions that carry loss, unless said otherwise."""
@@ -55,7 +64,8 @@ class TrainingConfig(Config):
     compute_dtype: Literal["bfloat16", "float32"] = setting(
         "bfloat16", description="of the matrix products; weights and moments are float32"
     )
-    seed: int = 0
+    # a step seeds torch with seed * 1_000_003 + step, which has to stay below 2**64
+    seed: int = setting(0, ge=0, le=2**32 - 1)
     eval_every: int = setting(50, gt=0, description="steps between held-out evaluations")
     eval_max_tokens: int = setting(4096, gt=0)
     checkpoint_every: int = setting(
@@ -89,6 +99,22 @@ class TrainingConfig(Config):
         """The schedule, a single loss being a schedule of one."""
         return (LossPhase(name=self.loss),) if isinstance(self.loss, str) else self.loss
 
+    def check_for_subset(self) -> None:
+        """Check that every loss can be taken when the draft proposes a vocabulary subset only.
+
+        Raises:
+            ConfigError: a phase needs the target's whole mass, whose log-sum-exp is stored at
+                temperature 1, at another temperature.
+        """
+        for phase in self.phases:
+            if LOSSES.get(phase.name).needs_whole_mass and phase.temperature != 1.0:
+                raise ConfigError(
+                    f"vocabulary_size is set, and on a vocabulary subset the loss {phase.name} is "
+                    f"taken at temperature 1.0 only, but its phase has {phase.temperature}. Set "
+                    f"that to 1.0, use forward_kl, or train on the whole vocabulary "
+                    f"(vocabulary_size: null)."
+                )
+
 
 @dataclass(frozen=True)
 class ScheduledLoss:
@@ -105,8 +131,8 @@ def loss_schedule(config: TrainingConfig) -> list[ScheduledLoss]:
     done = 0.0
     for phase in config.phases:
         done += phase.fraction
-        loss = LOSSES.get(phase.name)(temperature=phase.temperature)
-        schedule.append(ScheduledLoss(phase.name, round(done * config.max_steps), loss))
+        end_step = round(done * config.max_steps)
+        schedule.append(ScheduledLoss(phase.name, end_step, phase.make_loss()))
     return schedule
 
 

@@ -60,7 +60,7 @@ def test_the_flagship_runs_end_to_end_on_tiny_models(overrides: list[str], tmp_p
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert set(report["artifacts"]) == {"generate", "distill", "measure", "export"}
-    assert report["verdict"]["num_draft_tokens"] >= 1
+    assert report["verdict"]["num_draft_tokens"] in (0, 1, 2)
 
 
 def test_the_flagship_s_plan_counts_without_a_hub(tmp_path: Path) -> None:

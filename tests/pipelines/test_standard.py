@@ -5,7 +5,9 @@ Refuses to look inside the stages: each has tests of its own.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -137,6 +139,14 @@ def test_an_unknown_stage_is_refused_before_any_work(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_stage_to_build_again_after_the_last_one_is_refused_before_any_work(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"measure.*after generate"):
+        standard.run(config, ArtifactStore(tmp_path), until="generate", rerun=["measure"])
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_plan_loads_no_weights_and_says_what_is_built(
     first_run: standard.PipelineResult,
     config: RunConfig,
@@ -150,3 +160,40 @@ def test_a_plan_loads_no_weights_and_says_what_is_built(
     states = standard.plan(config, store)
     assert [state.name for state in states] == list(standard.STAGES)
     assert all(state.artifact is not None for state in states)
+
+
+def test_an_export_waits_in_a_plan_for_the_depth_that_measure_finds(
+    tiny_run_config: Path, tmp_path: Path
+) -> None:
+    def export_state(*overrides: str) -> standard.StageState:
+        changed = load_config(tiny_run_config, list(overrides))
+        return standard.plan(changed, ArtifactStore(tmp_path))[-1]
+
+    assert export_state("export.num_draft_tokens=null").is_provisional
+    assert not export_state("export.num_draft_tokens=3").is_provisional
+
+
+def test_measuring_again_to_another_depth_exports_again(
+    first_run: standard.PipelineResult,
+    store: ArtifactStore,
+    tiny_run_config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied = ArtifactStore(shutil.copytree(store.root, tmp_path / "copy"))
+    config = load_config(tiny_run_config, ["export.num_draft_tokens=null"])
+
+    def run(depth: int, **options: Any) -> standard.PipelineResult:
+        verdict = {"ship": False, "reasons": [], "num_draft_tokens": depth}
+        monkeypatch.setattr("distill.stages.measure.decide", lambda *_, **__: verdict)
+        return standard.run(config, copied, **options)
+
+    first = run(5, rerun=["measure"])
+    assert first.artifacts["export"].metrics["num_draft_tokens"] == 5
+    assert run(6).hits == standard.STAGES  # what is measured is not measured again
+    again = run(6, rerun=["measure"])
+    assert again.hits == ("generate", "distill")
+    assert again.artifacts["export"].metrics["num_draft_tokens"] == 6
+    states = standard.plan(config, copied)
+    assert all(state.artifact is not None for state in states)
+    assert not any(state.is_provisional for state in states)

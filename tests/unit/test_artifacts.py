@@ -446,3 +446,43 @@ def test_atomic_write_takes_text_and_bytes_and_replaces(tmp_path: Path) -> None:
     atomic_write(path, b"\x00\x01")
     assert path.read_bytes() == b"\x00\x01"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def killed(partial: Path) -> dict[str, Any]:
+    (partial / "work").mkdir()
+    (partial / "work" / "step").write_text("half way")
+    (partial / ".tmpA1b2C3").write_bytes(b"half a file under a name of the library that wrote it")
+    raise KeyboardInterrupt
+
+
+def test_what_a_kill_left_beside_the_scratch_is_no_payload(store: ArtifactStore) -> None:
+    key = key_of(store)
+    with pytest.raises(KeyboardInterrupt):
+        store.get_or_build(key, killed)
+    artifact = store.get_or_build(key, build)
+    assert [entry.path for entry in artifact.manifest.files] == ["draft/model.bin", "table.txt"]
+
+
+def test_a_killed_rebuild_is_gone_on_with_when_it_is_asked_for_again(store: ArtifactStore) -> None:
+    key = key_of(store)
+    store.get_or_build(key, build)
+    with pytest.raises(KeyboardInterrupt):
+        store.get_or_build(key, killed, rebuild=True)
+
+    def resumed(partial: Path) -> dict[str, Any]:
+        assert (partial / "work" / "step").read_text() == "half way"
+        return build(partial)
+
+    store.get_or_build(key, resumed, rebuild=True)
+
+
+def test_a_rebuild_does_not_go_on_with_a_first_build(store: ArtifactStore) -> None:
+    key = key_of(store)
+    with pytest.raises(KeyboardInterrupt):
+        store.get_or_build(key, killed)
+
+    def anew(partial: Path) -> dict[str, Any]:
+        assert not (partial / "work" / "step").exists()
+        return build(partial)
+
+    store.get_or_build(key, anew, rebuild=True)

@@ -5,6 +5,7 @@ Refuses to test stages again; the pipeline's own tests do.
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from distill import cli
+from distill.errors import ExportError
 from distill.stages.run_config import load_config
 
 RUNNER = CliRunner()
@@ -57,6 +59,37 @@ def test_a_run_until_a_stage_prints_where_its_artifacts_are(
     result = RUNNER.invoke(cli.app, arguments)
     lines = result.stdout.splitlines()
     assert [line.split(":")[0] for line in lines] == ["generate", "distill"]
+
+
+def test_a_run_until_a_stage_as_json_prints_its_artifacts_and_nothing_else_on_stdout(
+    finished_run: str, tiny_run_config: Path, artifacts: Path
+) -> None:
+    arguments = ["run", str(tiny_run_config), "--artifacts", str(artifacts), "--json"]
+    result = RUNNER.invoke(cli.app, [*arguments, "--until", "generate"])
+    ((name, row),) = json.loads(result.stdout)["artifacts"].items()
+    assert name == "generate"
+    assert set(row) == {"path", "fingerprint"}
+    manifest = json.loads((Path(row["path"]) / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["fingerprint"] == row["fingerprint"]
+
+
+def test_what_was_measured_is_reported_though_the_export_fails(
+    finished_run: str, tiny_run_config: Path, artifacts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ExportError("it cannot be shipped")
+
+    monkeypatch.setattr("distill.export.export_draft", fail)
+    arguments = ["run", str(tiny_run_config), "--artifacts", str(artifacts), "--set", "name=other"]
+    result = RUNNER.invoke(cli.app, arguments)
+    assert result.exit_code == 2
+    assert "it cannot be shipped" in result.stderr
+    report = artifacts / "reports" / "other" / "report.json"
+    assert set(json.loads(report.read_text(encoding="utf-8"))["artifacts"]) == {
+        "generate",
+        "distill",
+        "measure",
+    }
 
 
 def test_a_plan_says_what_is_cached_and_what_is_not(
@@ -142,6 +175,7 @@ def test_config_show_prints_the_schema(tiny_run_config: Path) -> None:
         (["--set", "generate.corpus.path=missing.jsonl"], "missing.jsonl"),
         (["--until", "destill"], "generate, distill, measure, export"),
         (["--rerun", "destill"], "generate, distill, measure, export"),
+        (["--until", "generate", "--rerun", "measure"], "the run ends before it, after generate"),
     ],
 )
 def test_a_users_mistake_is_exit_2_with_one_message_and_no_traceback(
@@ -154,6 +188,46 @@ def test_a_users_mistake_is_exit_2_with_one_message_and_no_traceback(
     assert expected in result.stderr
     assert "Traceback" not in result.output
     assert not list(tmp_path.rglob("manifest.json"))
+
+
+def test_artifacts_that_are_a_file_are_a_users_mistake(
+    tiny_run_config: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "a-file"
+    file.write_text("mine", encoding="utf-8")
+    result = RUNNER.invoke(cli.app, ["run", str(tiny_run_config), "--artifacts", str(file)])
+    assert result.exit_code == 2, result.output
+    assert result.stderr.count("distill: error:") == 1
+    assert str(file) in result.stderr
+    assert "--artifacts" in result.stderr
+    assert file.read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_code", "expected"),
+    [
+        (errno.ENOSPC, 2, "Free some space"),
+        (errno.EACCES, 2, "Allow writing there"),
+        (errno.EROFS, 2, "Allow writing there"),
+        (errno.EISDIR, 2, "Choose another path"),
+        (errno.EIO, 1, ""),
+    ],
+)
+def test_what_the_disk_refuses_is_named_with_a_way_out_and_what_nobody_expected_is_not(
+    tiny_run_config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    exit_code: int,
+    expected: str,
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(number, "refused", "some/file")
+
+    monkeypatch.setattr(cli, "_load", refused)
+    result = RUNNER.invoke(cli.app, ["run", str(tiny_run_config)])
+    assert result.exit_code == exit_code
+    assert expected in result.stderr
+    assert ("some/file: refused" in result.stderr) == (exit_code == 2)
 
 
 def test_a_bug_is_not_dressed_up_as_a_users_mistake(

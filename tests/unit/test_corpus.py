@@ -90,6 +90,8 @@ def test_a_malformed_row_is_named_with_its_line(path: Path, row: dict[str, Any],
     [
         ('{"turns": ["a"]}\n{"turns": \n', r"prompts\.jsonl:2: not JSON"),
         ('["a"]\n', r"prompts\.jsonl:1: a list"),
+        ('{"turns": ["a"]}\n{"n": ' + "9" * 5000 + "}", r"prompts\.jsonl:2: cannot be read"),
+        ("[" * 200_000, r"prompts\.jsonl:1: cannot be read"),
         ("\n\n", "holds no prompt"),
     ],
 )
@@ -97,6 +99,26 @@ def test_a_file_that_is_not_rows_is_named_with_its_line(path: Path, text: str, s
     path.write_text(text, encoding="utf-8")
     with pytest.raises(CorpusError, match=said):
         read_corpus(CorpusConfig(path=path))
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        (r'{"prompt": "a \ud83d b"}', "a user message"),
+        (r'{"messages": [{"role": "system", "content": "\ude00"}]}', "a system message"),
+        (r'{"prompt": "a", "id": "\ud83d"}', "id"),
+        (r'{"prompt": "a", "task": "\ud83d"}', "task"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_named_with_its_line(path: Path, row: str, what: str) -> None:
+    path.write_text('{"prompt": "fine"}\n' + row + "\n", encoding="utf-8")
+    with pytest.raises(CorpusError, match=rf"prompts\.jsonl:2: {what} holds '\\ud"):
+        read_corpus(CorpusConfig(path=path))
+
+
+def test_a_whole_surrogate_pair_is_one_character(path: Path) -> None:
+    path.write_text(r'{"prompt": "\ud83d\ude00"}', encoding="utf-8")
+    assert read_corpus(CorpusConfig(path=path)).prompts[0].text == "\U0001f600"
 
 
 def test_an_unreadable_file_is_a_user_error(tmp_path: Path) -> None:
@@ -162,6 +184,18 @@ def test_parquet_and_a_dataset_give_the_same_prompts_as_jsonl(
 def test_a_dataset_that_cannot_be_loaded_names_the_way_out() -> None:
     with pytest.raises(CorpusError, match=r"'train' of the dataset '/nowhere/x'.*subset and split"):
         read_corpus(CorpusConfig(kind="datasets", name="/nowhere/x"))
+
+
+def test_a_dataset_that_cannot_be_built_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    def load_dataset(name: str, subset: str | None, *, split: str) -> Any:
+        raise DatasetGenerationError("a broken file")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(CorpusError, match=r"'org/prompts': a broken file\. Check name"):
+        read_corpus(CorpusConfig(kind="datasets", name="org/prompts"))
 
 
 @pytest.mark.parametrize(("kind", "needed"), [("jsonl", "path"), ("datasets", "name")])

@@ -9,6 +9,7 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -425,3 +426,47 @@ def test_a_dropped_engine_frees_its_caches_without_the_garbage_collector(
         assert gone() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("changes", [{"max_batch_size": 0}, {"num_draft_tokens": -1}])
+def test_an_engine_without_rows_or_with_negative_drafts_is_refused(
+    target: Any, changes: dict[str, int]
+) -> None:
+    with pytest.raises(ConfigError, match="at least"):
+        engine_for(target, **changes)
+
+
+def loaded(target: Any, tokenizer: Any) -> Any:
+    return SimpleNamespace(model=target, tokenizer=tokenizer, stop_token_ids=frozenset({1}))
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_a_prompt_of_ids_may_be_a_list_an_array_or_a_tensor(
+    target: Any, tokenizer: Any, kind: Any
+) -> None:
+    pair = loaded(target, tokenizer)
+    (expected,) = speculative_decode(pair, None, [[5, 6, 7]], GREEDY, max_new_tokens=4)
+    (got,) = speculative_decode(pair, None, [kind([5, 6, 7])], GREEDY, max_new_tokens=4)
+    assert got.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("Hello", "give a list of prompts"),
+        ([[5, "six"]], "list of token ids"),
+        ([[{"role": "user", "content": "hi"}, "hi"]], "list of messages"),
+    ],
+)
+def test_prompts_that_mean_nothing_are_refused(
+    target: Any, tokenizer: Any, prompts: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        speculative_decode(loaded(target, tokenizer), None, prompts)
+
+
+def test_messages_for_a_tokenizer_without_a_template_are_refused(target: Any) -> None:
+    plain = make_tokenizer()
+    plain.chat_template = None
+    with pytest.raises(ConfigError, match="no chat template"):
+        speculative_decode(loaded(target, plain), None, [[{"role": "user", "content": "hi"}]])

@@ -82,6 +82,27 @@ def test_a_schedule_in_yaml_reads_as_phases(make_config: MakeConfig) -> None:
         make_config(loss=[{"name": "forwardkl", "fraction": 1.0}])
 
 
+@pytest.mark.parametrize("name", ["acceptance", "acceptance_hybrid", "total_variation"])
+def test_a_loss_of_the_whole_mass_at_another_temperature_is_refused_on_a_subset_when_it_is_read(
+    make_config: MakeConfig, name: str
+) -> None:
+    phases = [
+        {"name": "forward_kl", "fraction": 0.5, "temperature": 2.0},
+        {"name": name, "fraction": 0.5, "temperature": 2.0},
+    ]
+    assert make_config(loss=phases).vocabulary_size is None
+    with pytest.raises(ConfigError, match=rf"loss {name} .*has 2\.0\..*vocabulary_size: null"):
+        make_config(loss=phases, vocabulary_size=100)
+    assert make_config(loss=[phases[0], phases[1] | {"temperature": 1.0}], vocabulary_size=100)
+
+
+def test_a_loss_on_hidden_states_at_a_temperature_is_refused_when_it_is_read(
+    make_config: MakeConfig,
+) -> None:
+    with pytest.raises(ConfigError, match="hidden states has no temperature"):
+        make_config(loss=[{"name": "hidden_regression", "temperature": 2.0}])
+
+
 # ---------------------------------------------------------------- the key
 
 

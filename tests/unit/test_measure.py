@@ -307,15 +307,15 @@ def _greedy(model: Any, prompt: list[int], length: int) -> list[int]:
 
 def test_equal_answers_do_not_diverge(target_dir: Path) -> None:
     target = load_target(given.model_config(target_dir))
-    assert runs.find_divergence(target, [5, 6], [1, 2, 3], [1, 2, 3]) is None
-    assert runs.find_divergence(target, [5, 6], [1, 2], [1, 2, 3]) is None
+    assert runs.find_divergence(target, [5, 6], [1, 2, 3], [1, 2, 3], max_new_tokens=9) is None
+    assert runs.find_divergence(target, [5, 6], [1, 2], [1, 2, 3], max_new_tokens=9) is None
 
 
 def test_a_wrong_token_is_not_a_tie(target_dir: Path) -> None:
     target = load_target(given.model_config(target_dir))
     plain = _greedy(target.model, [5, 6, 7], 4)
     wrong = [*plain[:2], (plain[2] + 1) % 300, 9]
-    found = runs.find_divergence(target, [5, 6, 7], plain, wrong)
+    found = runs.find_divergence(target, [5, 6, 7], plain, wrong, max_new_tokens=9)
     assert found is not None
     assert (found["position"], found["plain_token"]) == (2, plain[2])
     assert found["margin"] > 0
@@ -329,9 +329,27 @@ def test_equal_logits_are_a_tie(target_dir: Path) -> None:
     with torch.no_grad():
         head = target.model.get_output_embeddings().weight
         head[twin] = head[plain[1]]
-    found = runs.find_divergence(target, [5, 6, 7], plain, [plain[0], twin, 8])
+    found = runs.find_divergence(target, [5, 6, 7], plain, [plain[0], twin, 8], max_new_tokens=9)
     assert found is not None
     assert (found["position"], found["margin"], found["is_tie"]) == (1, 0.0, True)
+
+
+def test_an_answer_that_breaks_off_for_no_reason_is_wrong_and_no_tie(target_dir: Path) -> None:
+    target = load_target(given.model_config(target_dir))
+    (stop,) = target.stop_token_ids
+    plain = [5, 6, 7, 8]
+
+    def found(speculative: list[int], max_new_tokens: int = 9) -> Any:
+        return runs.find_divergence(
+            target, [5, 6], plain, speculative, max_new_tokens=max_new_tokens
+        )
+
+    broken = found([5, 6])
+    assert (broken["position"], broken["plain_token"], broken["speculative_token"]) == (2, 7, None)
+    assert not broken["is_tie"]
+    assert not found([])["is_tie"]
+    assert found([5, 6], max_new_tokens=2) is None
+    assert runs.find_divergence(target, [5], [6, stop, 7], [6, stop], max_new_tokens=9) is None
 
 
 def test_ties_and_wrong_answers_are_counted_apart(target_dir: Path) -> None:
@@ -348,6 +366,7 @@ def test_ties_and_wrong_answers_are_counted_apart(target_dir: Path) -> None:
             for t, name in ((0.0, "same"), (0.0, "wrong"), (1.0, "wrong"))
         ],
         [plain, wrong, wrong],
+        max_new_tokens=3,
     )
     assert {k: v for k, v in counted.items() if k.startswith("num_")} == {
         "num_compared": 2,
@@ -419,6 +438,20 @@ def test_untimed_is_not_shipped() -> None:
     assert verdict["num_draft_tokens"] is None
 
 
+def test_without_greedy_answers_nothing_is_shipped_because_nothing_was_checked() -> None:
+    unchecked = {"num_compared": 0, "num_broken": 0}
+    verdict = decide(unchecked, _timed({0.0: 3.0, 1.0: 3.0}), min_speedup=1.0)
+    assert verdict["ship"] is False
+    assert "losslessness was not checked: add temperature 0" in verdict["reasons"]
+
+
+def test_a_draft_that_is_slower_at_every_depth_gets_no_draft_tokens() -> None:
+    timed = _timed({0.0: 0.8, 1.0: 0.7})
+    for plan in timed["plans"]:
+        plan["curve"] = [{"num_draft_tokens": k, "speedup": 1.0 - k / 10} for k in (1, 2, 3)]
+    assert decide(LOSSLESS, timed, min_speedup=1.0)["num_draft_tokens"] == 0
+
+
 def test_a_faster_rival_is_named() -> None:
     verdict = decide(LOSSLESS, _timed({0.0: 1.4, 1.0: 1.2}, rival=1.3), min_speedup=1.0)
     assert verdict["ship"] is True
@@ -459,7 +492,7 @@ def test_timing_measures_cost_plans_and_times_every_draft(
         assert run["num_draft_tokens"] == max(1, plan["num_draft_tokens"])
         assert run["efficiency"] == run["speedup"]["value"] / run["predicted_speedup"]
         assert run["speedup"]["num_prompts"] == 2
-    assert artifact.metrics["verdict"]["num_draft_tokens"] in (1, 2, 3)
+    assert artifact.metrics["verdict"]["num_draft_tokens"] in (0, 1, 2, 3)
     assert timing["conditions"]["batch_size"] == 1
 
 
@@ -477,6 +510,39 @@ def test_same_inputs_give_the_same_bytes(
         given.measure_config(target_dir), ArtifactStore(tmp_path), inputs=inputs
     )
     assert again.manifest.files == measured.manifest.files
+
+
+def test_close_temperatures_do_not_share_results(tmp_path: Path) -> None:
+    def units_after(temperature: float) -> set[str]:
+        units = measure_units.Units(tmp_path)
+        bench = measure_units.Bench(
+            target=None,  # type: ignore[arg-type]
+            contestants=(),
+            units=units,
+            num_draft_tokens=1,
+            max_new_tokens=1,
+            batch_size=2,
+            seed=0,
+        )
+        prompt = runs.HeldOutPrompt("p", "chat", (5,), {})
+        bench._by_chunk("plain", [prompt], temperature, lambda chunk: [0])
+        return {path.name for path in tmp_path.iterdir()}
+
+    assert len(units_after(0.1234561)) == 1
+    assert len(units_after(0.1234562)) == 2
+
+
+def test_the_draft_is_measured_in_the_precision_it_is_served_in(
+    target_dir: Path, inputs: dict[str, Artifact]
+) -> None:
+    from distill.stages.measure import _contestants
+
+    config = given.measure_config(target_dir, undistilled=False, prompt_lookup=False)
+    half = config.target.model_copy(update={"dtype": "bfloat16"})
+    config = config.model_copy(update={"target": half})
+    (contestant,) = _contestants(config, inputs["distill"], load_target(half))
+    assert contestant.model is not None
+    assert contestant.model.dtype == torch.bfloat16
 
 
 def test_how_many_are_decoded_together_does_not_change_the_counts(

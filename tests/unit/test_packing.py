@@ -5,6 +5,8 @@ tests that need it are skipped.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -102,3 +104,30 @@ def test_huge_models_are_not_copied(monkeypatch):
     layer = nn.Linear(8, 8, dtype=torch.bfloat16)
     with PackedLinears(layer).applied():
         assert "forward" not in layer.__dict__
+
+
+@needs_packing
+def test_all_caches_of_a_model_share_one_packed_copy(model):
+    first, second = RaggedCache(model, max_rows=1), RaggedCache(model, max_rows=2)
+    assert first.packed is second.packed
+
+
+def test_packed_copies_go_with_their_model():
+    model = make_llama(seed=0, dtype=torch.bfloat16)
+    cache = RaggedCache(model, max_rows=1)
+    cache.join()
+    forward(model, cache, [[5, 6, 7]])
+    gone = weakref.ref(model)
+    del model, cache
+    gc.collect()  # modules of transformers have cycles of their own
+    assert gone() is None
+
+
+@needs_packing
+def test_a_model_that_changed_its_dtype_is_looked_at_again(model):
+    before = RaggedCache(model, max_rows=1).packed
+    model.float()
+    cache = RaggedCache(model, max_rows=1)
+    assert cache.packed is not before
+    cache.join()
+    assert forward(model, cache, [[5, 6, 7]]).logits_NV.dtype == torch.float32

@@ -396,3 +396,23 @@ def test_a_ban_of_everything_is_an_error_with_a_way_out():
 def test_an_id_outside_the_vocabulary_is_an_error_with_both_numbers():
     with pytest.raises(SamplingError, match=r"7 .* 2 ids"):
         edited([1.0, 2.0], SamplingConfig(logit_bias={7: 1.0}))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 1e-38},
+        {"temperature": 1e39},
+        {"repetition_penalty": 1e-38},
+        {"logit_bias": {5: 1e39}},
+    ],
+)
+def test_settings_that_would_leave_float32_are_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        parse_config(settings, SamplingConfig)
+
+
+def test_the_lowest_temperature_keeps_large_logits_finite() -> None:
+    logits = torch.tensor([[3e38, 20.0, -3e38]])
+    probs = logits_to_probs(logits, SamplingConfig(temperature=1e-4))
+    assert probs.tolist() == [[1.0, 0.0, 0.0]]

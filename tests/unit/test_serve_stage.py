@@ -23,7 +23,7 @@ from distill.errors import (
     PairMismatchError,
     ServerError,
 )
-from distill.models import ModelConfig, load_target
+from distill.models import ModelConfig, load_target, model_revision
 from distill.server.running import RunningServer
 from distill.stages.serve import API_KEY_VARIABLE, ServeConfig, serve, serve_key
 from tests.helpers import make_llama, make_tokenizer, save_pretrained_dir
@@ -54,16 +54,26 @@ def stand_in(
     metrics: Mapping[str, Any] | None = None,
     *,
     salt: str = "",
+    target: ModelConfig | None = None,
+    distilled: Artifact | None = None,
 ) -> Artifact:
     def build(directory: Path) -> Mapping[str, Any]:
         write(directory)
         return metrics or {}
 
-    return store.get_or_build(store.key(stage, 1, NoConfig(), revisions={"salt": salt}), build)
+    revisions = {"salt": salt} | ({} if target is None else {"target": model_revision(target)})
+    inputs = {} if distilled is None else {"distill": distilled.fingerprint}
+    return store.get_or_build(
+        store.key(stage, 1, NoConfig(), inputs=inputs, revisions=revisions), build
+    )
 
 
 def make_distilled(
-    store: ArtifactStore, tokenizer: Any, *, vocabulary: list[int] | None = None
+    store: ArtifactStore,
+    tokenizer: Any,
+    target: ModelConfig,
+    *,
+    vocabulary: list[int] | None = None,
 ) -> Artifact:
     model = make_llama(len(tokenizer), hidden=64, seed=2)
 
@@ -73,12 +83,12 @@ def make_distilled(
             content = {"token_ids": vocabulary, "coverage": 1.0}
             (directory / "draft_vocabulary.json").write_text(json.dumps(content))
 
-    return stand_in(store, "distill", write, salt=str(vocabulary))
+    return stand_in(store, "distill", write, salt=str(vocabulary), target=target)
 
 
 @pytest.fixture
-def distilled(store: ArtifactStore, tiny_tokenizer: Any) -> Artifact:
-    return make_distilled(store, tiny_tokenizer)
+def distilled(store: ArtifactStore, tiny_tokenizer: Any, config: ServeConfig) -> Artifact:
+    return make_distilled(store, tiny_tokenizer, config.target)
 
 
 def client_of(server: RunningServer, api_key: str = "unused") -> openai.OpenAI:
@@ -207,7 +217,7 @@ def test_a_draft_with_a_vocabulary_subset_is_as_lossless(
     tiny_tokenizer: Any,
     started: Callable[..., openai.OpenAI],
 ) -> None:
-    distilled = make_distilled(store, tiny_tokenizer, vocabulary=[1, *range(40, 90)])
+    distilled = make_distilled(store, tiny_tokenizer, config.target, vocabulary=[1, *range(40, 90)])
     client = started(config, store, distill=distilled)
     answer = client.completions.create(model="target", prompt=PROMPT, max_tokens=40, temperature=0)
     expected = plain_text(config, tiny_tokenizer(PROMPT)["input_ids"], 40)
@@ -220,7 +230,7 @@ def test_the_key_comes_from_the_environment_and_is_stored_nowhere(
     distilled: Artifact,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(API_KEY_VARIABLE, "top-secret")
+    monkeypatch.setenv(API_KEY_VARIABLE, " top-secret\n")
     with serve(config, store, inputs={"distill": distilled}, block=False) as server:
         with client_of(server, "wrong") as client, pytest.raises(openai.AuthenticationError):
             client.models.list()
@@ -234,7 +244,7 @@ def test_the_artifact_names_the_pair_by_fingerprints(
     config: ServeConfig, store: ArtifactStore, distilled: Artifact
 ) -> None:
     metrics = {"verdict": {"ship": True, "num_draft_tokens": 2}}
-    measured = stand_in(store, "measure", metrics=metrics)
+    measured = stand_in(store, "measure", metrics=metrics, distilled=distilled)
     inputs = {"distill": distilled, "measure": measured}
     with serve(config, store, inputs=inputs, block=False) as server:
         first = server.artifact
@@ -249,8 +259,7 @@ def test_the_artifact_names_the_pair_by_fingerprints(
     assert content["max_length"] == 512
     assert str(store.root.parent) not in first.file("serving.json").read_text(encoding="utf-8")
     elsewhere = config.model_copy(update={"host": "0.0.0.0", "port": 1, "max_waiting": 1})
-    fingerprints = {name: artifact.fingerprint for name, artifact in inputs.items()}
-    assert serve_key(elsewhere, store, inputs=fingerprints).fingerprint == first.fingerprint
+    assert serve_key(elsewhere, store, inputs=inputs).fingerprint == first.fingerprint
 
 
 def test_the_depth_is_the_configured_then_the_measured_then_four(
@@ -266,6 +275,61 @@ def test_the_depth_is_the_configured_then_the_measured_then_four(
     assert depth(config, distill=distilled, measure=None) == 4
     pinned = config.model_copy(update={"num_draft_tokens": 7})
     assert depth(pinned, distill=distilled) == 7
+    slower = {"verdict": {"ship": False, "num_draft_tokens": 0}}
+    measured = stand_in(store, "measure", metrics=slower, distilled=distilled)
+    assert depth(config, distill=distilled, measure=measured) == 0
+    names = {"distill": distilled.fingerprint, "measure": measured.fingerprint}
+    revisions = serve_key(config, store, inputs=names).parts["revisions"]
+    assert revisions["num_draft_tokens"] == "unmeasured"
+    revisions = serve_key(config, store, inputs={**names, "measure": measured}).parts["revisions"]
+    assert revisions["num_draft_tokens"] == "0"
+
+
+@pytest.mark.parametrize("key", ["", " \n", "schl\u00fcssel"])
+def test_a_key_that_no_client_could_send_is_refused_without_being_shown(
+    key: str,
+    config: ServeConfig,
+    store: ArtifactStore,
+    distilled: Artifact,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(API_KEY_VARIABLE, key)
+    with pytest.raises(ConfigError, match=f"{API_KEY_VARIABLE} is (not ASCII|empty)") as caught:
+        serve(config, store, inputs={"distill": distilled}, block=False)
+    assert "schl" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_warned"),
+    [("127.0.0.1", False), ("localhost", False), ("::1", False), ("0.0.0.0", True), ("box", True)],
+)
+def test_a_port_open_to_others_without_a_key_is_warned_of(
+    host: str,
+    is_warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from distill.stages.serve import _api_key
+
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
+    assert _api_key(host) is None
+    assert ("without an API key" in caplog.text) is is_warned
+
+
+def test_inputs_of_another_pair_are_refused(
+    config: ServeConfig,
+    store: ArtifactStore,
+    distilled: Artifact,
+    tiny_tokenizer: Any,
+    tiny_pair_dirs: tuple[Path, Path],
+) -> None:
+    elsewhere = ModelConfig(model=str(tiny_pair_dirs[1]))
+    other = make_distilled(store, tiny_tokenizer, elsewhere)
+    with pytest.raises(ArtifactError, match="made with a target at sha256"):
+        serve(config, store, inputs={"distill": other}, block=False)
+    measured = stand_in(store, "measure", distilled=other)
+    with pytest.raises(ArtifactError, match=f"{other.fingerprint}.*{distilled.fingerprint}"):
+        serve(config, store, inputs={"distill": distilled, "measure": measured}, block=False)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +390,7 @@ def test_serving_needs_a_distilled_draft(
 def test_a_draft_of_another_vocabulary_is_refused(
     config: ServeConfig, store: ArtifactStore
 ) -> None:
-    other = make_distilled(store, make_tokenizer(280))
+    other = make_distilled(store, make_tokenizer(280), config.target)
     with pytest.raises(PairMismatchError):
         serve(config, store, inputs={"distill": other}, block=False)
 

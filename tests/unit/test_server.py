@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -24,7 +25,14 @@ from distill.runtime.stats import DecodeStats
 from distill.server.app import create_app
 from distill.server.prompts import ServedPair
 from distill.server.running import RunningServer
-from distill.server.scheduler import Event, Failed, Finished, Scheduler, ServerClosedError
+from distill.server.scheduler import (
+    Event,
+    Failed,
+    Finished,
+    QueueFullError,
+    Scheduler,
+    ServerClosedError,
+)
 from distill.server.text import TextStream
 
 END = 256  # the id after the bytes
@@ -419,6 +427,44 @@ def test_a_prompt_and_budget_above_the_context_are_a_400(serve: Serve) -> None:
     assert harness.complete("x" * 10, max_tokens=10).usage.total_tokens == 20
     with pytest.raises(openai.BadRequestError, match="at least 1 more"):
         harness.chat("x" * 20)
+
+
+def test_a_minimum_above_the_context_is_named_as_what_to_lower(serve: Serve) -> None:
+    with pytest.raises(
+        openai.BadRequestError, match=r"at least 30 more .* lower min_tokens"
+    ) as caught:
+        serve(max_length=30).chat("x", extra_body={"min_tokens": 30})
+    assert (caught.value.param, caught.value.code) == ("min_tokens", "context_length_exceeded")
+
+
+def test_the_server_answers_while_a_prompt_is_tokenized_and_tokenizes_one_at_a_time(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = serve()
+    busy, go = threading.Semaphore(0), threading.Semaphore(0)
+    num_inside = 0
+    most: list[int] = []
+    original = ByteTokenizer.__call__
+
+    def slow(self: ByteTokenizer, text: str) -> dict[str, list[int]]:
+        nonlocal num_inside
+        num_inside += 1
+        most.append(num_inside)
+        busy.release()
+        assert go.acquire(timeout=TIMEOUT_S)
+        num_inside -= 1
+        return original(self, text)
+
+    monkeypatch.setattr(ByteTokenizer, "__call__", slow)
+    threads = [threading.Thread(target=harness.complete) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert busy.acquire(timeout=TIMEOUT_S)
+    assert harness.http.get("/health").status_code == 200
+    go.release(3)
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert most == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -843,6 +889,36 @@ def request_for(prompt: str, **options: Any) -> DecodeRequest:
     )
 
 
+def test_a_burst_on_an_idle_server_is_refused_only_beyond_the_batch_and_the_queue() -> None:
+    gate = threading.Semaphore(0)
+    scheduler = Scheduler(
+        lambda: ScriptedEngine(pace=gate), TOKENIZER, max_batch_size=3, max_waiting=2
+    )
+    scheduler.start()
+    listeners = [Listener() for _ in range(5)]
+    with closing(scheduler):
+        for listener in listeners:
+            scheduler.submit(request_for("hi"), listener)
+        with pytest.raises(QueueFullError, match="5 requests run or wait already"):
+            scheduler.submit(request_for("hi"), Listener())
+        gate.release(1000)
+        assert [listener.text for listener in listeners] == [EMOJI] * 5
+        again = Listener()
+        scheduler.submit(request_for("hi"), again)
+        assert again.text == EMOJI
+
+
+def test_the_whole_text_is_the_engines_whatever_was_sent() -> None:
+    class Changing(ScriptedEngine):
+        def result(self, handle: int) -> DecodeResult:
+            return replace(super().result(handle), text="other words")
+
+    (listener,), _ = run_together(Changing, ["hi"])
+    assert isinstance(listener.end, Finished)
+    assert listener.end.whole_text == "other words"
+    assert listener.text == EMOJI
+
+
 def test_a_listener_that_is_gone_cancels_its_request_and_hurts_nobody(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -862,14 +938,23 @@ def test_a_listener_that_is_gone_cancels_its_request_and_hurts_nobody(
     assert "Nobody listens to request lost" in caplog.text
 
 
-def test_text_that_changed_after_it_was_sent_is_not_sent_twice(
+def test_text_that_changed_after_it_was_sent_is_read_on_to_its_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    stream = TextStream(TOKENIZER, ["now"])
+    assert stream.push(b"do n") == "do "
+    assert stream.finish("don't", b"ot") == "not"
+    assert stream.text == "do not"
+    assert "changed after its start was sent" in caplog.text
+
+
+def test_text_that_is_read_on_ends_before_a_stop_string() -> None:
+    stream = TextStream(TOKENIZER, ["now"])
+    assert stream.push(b"do n") == "do "
+    assert stream.finish("don't", b"o! now and") == "no! "
     stream = TextStream(TOKENIZER)
     assert stream.push(b"do ") == "do "
-    assert stream.finish("don't") == ""
-    assert stream.text == "do "
-    assert "changed after its start was sent" in caplog.text
+    assert stream.finish("don't", [0xF0]) == "\N{REPLACEMENT CHARACTER}"
 
 
 def test_bytes_that_are_no_character_do_not_hide_what_follows() -> None:

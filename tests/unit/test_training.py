@@ -25,7 +25,7 @@ from distill.errors import ConfigError, TrainingError
 from distill.initialization import PrunedConfig, initialize
 from distill.losses.head import head_of
 from distill.models import LoadedModel, ModelConfig, load_target
-from distill.training.checkpoint import load_state
+from distill.training.checkpoint import SavedState, load_state, restore
 from distill.training.config import (
     LossPhase,
     TrainingConfig,
@@ -42,7 +42,7 @@ from distill.training.data import (
     read_rows,
 )
 from distill.training.loop import TrainingData, TrainingResult, train
-from distill.training.select import HeldOut
+from distill.training.select import Best, HeldOut, HeldOutScore
 from distill.training.vocabulary import choose_vocabulary, read_vocabulary, write_vocabulary
 from tests.distill_helpers import make_generated
 
@@ -281,6 +281,9 @@ def test_the_learning_rate_warms_up_and_ends_at_its_floor() -> None:
         ({"loss": []}, "sum to 0"),
         ({"warmup_steps": 6}, "never be reached"),
         ({"max_steps": 0}, "max_steps"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**32}, "seed"),
+        ({"loss": [{"name": "hidden_regression", "temperature": 2.0}]}, "no temperature"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(changes: dict[str, Any], complaint: str) -> None:
@@ -548,6 +551,32 @@ def test_a_state_names_the_only_tensors_left_beside_it(
         state["state_file"],
         state["best"]["file"],
     }
+
+
+def test_an_optimisers_whole_state_is_put_where_its_parameter_lives() -> None:
+    """The step count too: the fused AdamW refuses one on another device than its parameter."""
+    parameter = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    optimizer = torch.optim.AdamW([parameter])
+    moments = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
+    saved = SavedState(
+        step=3,
+        parameters={"w": torch.ones(2)},
+        moments={"w": moments},
+        best=Best(0, HeldOutScore(0.0, 0.0, 1), {}),
+        log=[],
+        seconds=0.0,
+    )
+    restore(saved, {"w": parameter}, optimizer)
+    assert {k: v.device.type for k, v in optimizer.state[parameter].items()} == {
+        "step": "meta",
+        "exp_avg": "meta",
+        "exp_avg_sq": "meta",
+    }
+
+
+def test_the_largest_seed_trains(target: LoadedModel, generated: Artifact, tmp_path: Path) -> None:
+    config = _settings(seed=2**32 - 1, max_steps=2, warmup_steps=1)
+    assert len(_train(target, generated, config, tmp_path)[1].log) == 4
 
 
 def test_a_loss_that_is_not_a_number_names_step_and_rows(

@@ -1,0 +1,195 @@
+"""Estimates of a plan against numbers worked out by hand, on a pair small enough to count.
+
+Refuses to compare with what stages really use: these are upper estimates from shapes alone.
+
+The target has 4 layers of width 8, an MLP of 16, 2 heads of 4 and 1 key-value head, and 10 tokens
+with an untied head. A layer has 192 (attention) + 384 (MLP) + 16 (norms) = 592 weights, the tables
+160, the last norm 8: 2536 in all, 1352 with 2 layers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distill.config import parse_config
+from distill.errors import ConfigError
+from distill.initialization import ScratchConfig, initialize
+from distill.models import ModelConfig, ModelShape, load_target
+from distill.stages.estimate import draft_shape, estimate_run
+from distill.stages.run_config import RunConfig
+
+SHAPE = {
+    "num_hidden_layers": 4,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 10,
+    "max_position_embeddings": 64,
+}
+
+MakeConfig = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def make_config(tmp_path: Path) -> MakeConfig:
+    """Ten prompts of 32 characters (8 tokens); held out: two of task a and one of task b."""
+    path = tmp_path / "prompts.jsonl"
+    rows = [
+        {
+            "id": str(number),
+            "task": "b" if number == 2 else "a",
+            "split": "held_out" if number < 3 else "train",
+            "prompt": "x" * 32,
+        }
+        for number in range(10)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    def make(*overrides: str, **distill: Any) -> RunConfig:
+        content = {
+            "name": "small",
+            "target": {"model": "org/not-there", "dtype": "bfloat16", "shape": SHAPE},
+            "generate": {
+                "corpus": {"path": str(path)},
+                "samplings": [{"temperature": 1.0}, {"temperature": 0.0}],
+                "max_new_tokens": 16,
+                "batch_size": 4,
+            },
+            "distill": {
+                "initialization": {"kind": "pruned", "layers": "first", "num_layers": 2},
+                "max_steps": 10,
+                "warmup_steps": 2,
+                "batch_tokens": 20,
+                **distill,
+            },
+            "measure": {"max_new_tokens": 4, "batch_size": 2, "timing": {"enabled": False}},
+            "export": {"name": "small-draft"},
+            "hardware": {"peak_flops": 1000, "memory_bandwidth": 100, "utilization": 0.5},
+        }
+        return parse_config(content, RunConfig, overrides)
+
+    return make
+
+
+def test_generate_stores_a_state_for_every_token_of_every_answer(make_config: MakeConfig) -> None:
+    estimate = estimate_run(make_config())["generate"]
+    # 10 prompts, 2 samplings, 16 tokens each
+    assert estimate.num_tokens == 320
+    # a state of 8 numbers of 2 bytes, and 16 bytes of ids and log-sum-exp
+    assert estimate.disk_bytes == 320 * (16 + 16)
+    # 2 bytes a weight; 4 rows of 24 tokens, each with 4 layers of a key and a value of 4 numbers
+    assert estimate.memory_bytes == 2536 * 2 + 4 * 24 * 64
+    # 500 operations and 50 bytes a second: prompts by arithmetic, 80 steps by weight traffic
+    assert estimate.duration_s == pytest.approx(2 * 2536 * 20 * 8 / 500 + 80 * 5072 / 50)
+
+
+def test_distill_needs_room_for_two_states_and_the_best_weights_twice(
+    make_config: MakeConfig,
+) -> None:
+    estimate = estimate_run(make_config())["distill"]
+    assert estimate.num_tokens == 200
+    # 1352 weights of 2 bytes; 1192 are trained: twice 12 bytes of state and 4 of the best
+    assert estimate.disk_bytes == 2704 + 1192 * 32
+    # target, frozen tables in float32, 20 bytes a trained weight, the mapped states of 320 tokens
+    assert estimate.memory_bytes == 5072 + 4 * 160 + 1192 * 20 + 320 * 16
+    # 6 operations for each of 1192 + 80 weights, 2 for each of the target's head
+    assert estimate.duration_s == pytest.approx(200 * (6 * 1272 + 2 * 80) / 500)
+
+
+def test_trained_embeddings_are_part_of_the_state(make_config: MakeConfig) -> None:
+    estimate = estimate_run(make_config(train_embeddings=True))["distill"]
+    assert estimate.disk_bytes == 2704 + 1352 * 32
+    assert estimate.memory_bytes == 5072 + 1352 * 20 + 320 * 16
+
+
+def test_answers_without_states_take_no_room_for_them(make_config: MakeConfig) -> None:
+    estimates = estimate_run(make_config("generate.target_store=none"))
+    assert estimates["generate"].disk_bytes == 320 * 16
+    assert estimates["distill"].memory_bytes == 5072 + 4 * 160 + 1192 * 20
+
+
+def test_measure_counts_the_prompts_that_are_held_out(make_config: MakeConfig) -> None:
+    estimate = estimate_run(make_config())["measure"]
+    # 3 prompts of 4 tokens, at 2 temperatures, plain and with each of 3 drafts
+    assert estimate.num_tokens == 3 * 4 * 2 * 4
+    assert estimate.disk_bytes == 96 * 16
+    assert estimate.memory_bytes == 5072 + 3 * 2704 + 2 * 4 * 64
+    assert estimate.duration_s == pytest.approx(48 * 5072 / 50)
+
+
+def test_measure_counts_no_more_prompts_a_task_than_it_reads(make_config: MakeConfig) -> None:
+    estimate = estimate_run(make_config("measure.max_prompts_per_task=1"))["measure"]
+    assert estimate.num_tokens == 2 * 4 * 2 * 4
+
+
+def test_of_a_dataset_on_a_hub_the_fraction_is_counted(make_config: MakeConfig) -> None:
+    corpus = ["kind=datasets", "name=org/prompts", "limit=50", "held_out_fraction=0.25"]
+    estimates = estimate_run(make_config(*(f"generate.corpus.{key}" for key in corpus)))
+    assert estimates["generate"].num_tokens == 50 * 2 * 16
+    assert estimates["measure"].num_tokens == 13 * 4 * 2 * 4
+
+
+def test_a_dataset_of_unknown_size_is_said_to_be_one_in_every_stage_that_reads_it(
+    make_config: MakeConfig,
+) -> None:
+    corpus = ["kind=datasets", "name=org/prompts"]
+    estimates = estimate_run(make_config(*(f"generate.corpus.{key}" for key in corpus)))
+    for name in ("generate", "distill", "measure"):
+        assert "set corpus.limit" in estimates[name].note
+
+
+def test_export_writes_the_drafts_weights(make_config: MakeConfig) -> None:
+    estimate = estimate_run(make_config())["export"]
+    assert (estimate.disk_bytes, estimate.memory_bytes) == (2704, 5408)
+    assert estimate.duration_s == pytest.approx(2704 / 100)
+
+
+def test_a_scratch_draft_is_estimated_at_its_own_depth_and_width(make_config: MakeConfig) -> None:
+    scratch = {"kind": "scratch", "num_layers": 3, "hidden_size": 4, "num_attention_heads": 1}
+    config = make_config(initialization=scratch, train_embeddings=True)
+    draft = draft_shape(config, ModelShape(**SHAPE))
+    assert draft is not None
+    assert (draft.num_hidden_layers, draft.hidden_size, draft.intermediate_size) == (3, 4, 8)
+    # tables 2 * 10 * 4; a layer: 2 * 4 * 4 * 2 + 3 * 4 * 8 + 2 * 4; the last norm
+    assert draft.num_parameters == 80 + 3 * 168 + 4
+    assert estimate_run(config)["distill"].disk_bytes == 588 * 2 + 588 * 32
+
+
+@pytest.mark.parametrize(
+    "scratch",
+    [
+        ScratchConfig(num_layers=1),
+        ScratchConfig(num_layers=3, hidden_size=32, num_attention_heads=2, num_key_value_heads=1),
+        ScratchConfig(num_layers=2, num_attention_heads=8),
+    ],
+)
+def test_the_shape_of_a_scratch_draft_is_the_shape_it_is_built_with(
+    tiny_pair_dirs: tuple[Path, Path], scratch: ScratchConfig
+) -> None:
+    target = load_target(ModelConfig(model=str(tiny_pair_dirs[0]), device="cpu"))
+    draft = initialize(scratch, target, seed=0)
+    shape = scratch.shape_from(target.shape)
+    assert shape == draft.shape
+    assert shape.num_parameters == sum(p.numel() for p in draft.model.parameters())
+
+
+def test_a_scratch_draft_that_cannot_be_built_is_refused_by_the_plan(
+    make_config: MakeConfig,
+) -> None:
+    config = make_config(initialization={"kind": "scratch", "num_attention_heads": 3})
+    with pytest.raises(ConfigError, match="not a multiple of num_attention_heads 3"):
+        estimate_run(config)
+
+
+def test_an_unknown_target_leaves_only_tokens_to_be_estimated(make_config: MakeConfig) -> None:
+    estimates = estimate_run(make_config("target.shape=null"))
+    for name in ("generate", "distill", "measure", "export"):
+        assert estimates[name].disk_bytes is None
+        assert "set `shape:`" in estimates[name].note
+    assert estimates["generate"].num_tokens == 320
