@@ -25,11 +25,7 @@ from distill.errors import (
     ArtifactStaleError,
     DiskSpaceError,
 )
-from distill.files import (
-    atomic_write,
-    require_free_bytes,
-    sync,
-)
+from distill.files import atomic_write, require_free_bytes, sync
 from distill.manifest import (
     MANIFEST_NAME,
     SCHEMA_VERSION,
@@ -62,7 +58,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 WORK_DIR = "work"
-
 
 _NAME_CHARS = 12  # of the fingerprint, in a finished artifact's folder name
 _MIN_LOOKUP_CHARS = 4

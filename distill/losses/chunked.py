@@ -72,6 +72,7 @@ def chunked_loss(
         normalizer=normalizer,
         chunk_tokens=chunk_tokens or default_chunk_tokens(draft_head.num_rows),
     )
+    # torch leaves Function.apply unannotated
     value, loss_N = _ChunkedLossFunction.apply(  # type: ignore[no-untyped-call]
         draft_hidden_ND, draft_head.weight_VD, draft_head.bias_V, target_hidden_ND, call
     )
