@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from distill.artifacts import ArtifactStore
     from distill.export import export_draft
     from distill.models import load_draft
-    from distill.runtime.decode import speculative_decode
+    from distill.runtime.speculative import speculative_decode
     from distill.stages.distill_draft import distill_draft
     from distill.stages.generate import generate
     from distill.stages.measure import measure_acceptance
@@ -42,7 +42,7 @@ _HOMES = {
     "load_draft": "distill.models",
     "measure_acceptance": "distill.stages.measure",
     "serve": "distill.stages.serve",
-    "speculative_decode": "distill.runtime.decode",
+    "speculative_decode": "distill.runtime.speculative",
 }
 
 

@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -334,10 +334,14 @@ class ArtifactStore:
     def _retired_dir(self, key: ArtifactKey) -> Path:
         return self.root / key.stage / f"{key.fingerprint}.retired"
 
-    def _lock(self, key: ArtifactKey) -> FileLock:
+    def work_lock(self, key: ArtifactKey) -> AbstractContextManager[object]:
+        """A lock beside the build's own, for what processes that share a build do one at a time."""
+        return self._lock(key, "-work")
+
+    def _lock(self, key: ArtifactKey, suffix: str = "") -> FileLock:
         directory = self.root / ".locks"
         directory.mkdir(parents=True, exist_ok=True)
-        return FileLock(directory / f"{key.stage}-{key.fingerprint[:_NAME_CHARS]}.lock")
+        return FileLock(directory / f"{key.stage}-{key.fingerprint[:_NAME_CHARS]}{suffix}.lock")
 
     @contextmanager
     def _locked(self, key: ArtifactKey) -> Iterator[None]:

@@ -21,6 +21,8 @@ from distill import __version__
 from distill.errors import DistillError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from distill.artifacts import Artifact, ArtifactStore
     from distill.stages.run_config import RunConfig
 
@@ -71,7 +73,8 @@ def _reports_user_errors(command: Callable[P, R]) -> Callable[P, R]:
         try:
             return command(*args, **kwargs)
         except DistillError as error:
-            typer.echo(f"distill: error: {error}", err=True)
+            fault = "error: " if error.exit_code else ""
+            typer.echo(f"distill: {fault}{error}", err=True)
             raise typer.Exit(error.exit_code) from None
         except OSError as error:
             if error.errno not in _WAY_OUT:
@@ -142,20 +145,25 @@ def run(
         list[str] | None,
         typer.Option(metavar="STAGE", help="Build this stage again though it is there."),
     ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="Generate only this part; the last of N joins them."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v")] = False,
 ) -> None:
     """Run the pipeline end to end; stages that are built already are not built again."""
     _prepare_process(verbose)
-    from pipelines import standard
+    from pipelines import chosen
 
-    run_config = _load(config, set_)
+    given = [] if shard is None else [f"generate.shard={shard}"]
+    run_config = _load(config, [*(set_ or ()), *given])
     store = _store(artifacts)
     stages = list(rerun or ())
     log = logging.getLogger("distill")
     # the export comes last and on its own: when it fails, what was measured is reported already
     has_export = until == "export"
-    result = standard.run(
+    result = chosen.run(
         run_config,
         store,
         until="measure" if has_export else until,
@@ -171,12 +179,13 @@ def run(
         from distill.export import export_draft
 
         log.info("stage export")
-        inputs = {name: built[name] for name in standard.INPUTS["export"]}
+        inputs = {name: built[name] for name in chosen.INPUTS["export"]}
         built["export"] = export_draft(
             run_config.export, store, inputs=inputs, rebuild="export" in stages
         )
         outcome = _write_report(run_config, store, built)
     _print_report(*outcome, as_json=as_json)
+    _check_gate(outcome[0])
 
 
 def _print_artifacts(artifacts: Mapping[str, Artifact], *, as_json: bool) -> None:
@@ -196,23 +205,37 @@ def _write_report(
 ) -> tuple[dict[str, Any], Sequence[Path]]:
     """The report, and the files it was written to."""
     from distill.report import build_report, write_report
-    from pipelines import standard
+    from pipelines import chosen
 
-    report = build_report(config.name, artifacts)
-    return report, write_report(standard.report_directory(config, store), report)
+    report = build_report(config.name, artifacts, gate=config.measure.bounds)
+    return report, write_report(chosen.report_directory(config, store), report)
+
+
+def _check_gate(report: Mapping[str, Any]) -> None:
+    """Exit 3 for a draft below a bound: last of all, when everything is written and printed."""
+    from distill.errors import GateFailedError
+
+    gate = report.get("gate")
+    if gate is not None and gate["failures"]:
+        raise GateFailedError("the gate failed: " + "; ".join(gate["failures"]))
 
 
 def _print_report(report: dict[str, Any], paths: Sequence[Path], *, as_json: bool) -> None:
-    from distill.report import report_table
+    from distill.report import report_table, served_table
 
     if as_json:
         typer.echo(json.dumps(report, indent=2, sort_keys=True))
         return
-    from rich.console import Console
-
-    Console(width=None if sys.stdout.isatty() else 110).print(report_table(report))
+    _print_table(report_table(report) if "verdict" in report else served_table(report), width=110)
     for path in paths:
         typer.echo(f"report: {path}")
+
+
+def _print_table(table: Table, *, width: int) -> None:
+    """Print a table; where the output is no terminal, in a width that holds it."""
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else width).print(table)
 
 
 @app.command()
@@ -222,15 +245,28 @@ def plan(
     set_: SetOption = None,
     artifacts: ArtifactsOption = DEFAULT_ARTIFACTS,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Time a step of the target and of each draft shape. Loads the target."
+        ),
+    ] = False,
 ) -> None:
-    """Show stages, fingerprints, what is cached and what the rest would cost. Loads no weights."""
+    """Show stages, what is cached, what the rest would cost, and what a draft's shape can gain.
+
+    Loads no weights, unless asked to measure.
+    """
     _prepare_process()
+    from distill.stages.candidates import candidate_table, plan_candidates
     from distill.stages.estimate import estimate_run, estimate_table
-    from pipelines import standard
+    from distill.stages.speed_plan import plan_speed, speed_table
+    from pipelines import chosen
 
     run_config = _load(config, set_)
-    states = standard.plan(run_config, _store(artifacts))
+    states = chosen.plan(run_config, _store(artifacts))
     estimates = estimate_run(run_config)
+    shapes = plan_candidates(run_config, measure=measure)
+    speed = plan_speed(run_config, next(s.artifact for s in states if s.name == "measure"))
     rows = [
         {
             "stage": state.name,
@@ -238,16 +274,74 @@ def plan(
             "is_provisional": state.is_provisional,
             "state": "cached" if state.artifact else "started" if state.is_started else "to build",
             "miss": state.miss,
-            **estimates[state.name].to_dict(),
+            **estimates[state.key.stage].to_dict(),
         }
         for state in states
     ]
     if as_json:
-        typer.echo(json.dumps({"name": run_config.name, "stages": rows}, indent=2))
+        content = {"name": run_config.name, "stages": rows, "shapes": shapes.to_dict()}
+        typer.echo(json.dumps(content | {"speed": speed}, indent=2))
         return
-    from rich.console import Console
+    tables = [estimate_table(run_config, rows), candidate_table(shapes)]
+    for table in [*tables, *([speed_table(speed)] if speed is not None else [])]:
+        _print_table(table, width=130)
 
-    Console(width=None if sys.stdout.isatty() else 130).print(estimate_table(run_config, rows))
+
+@app.command()
+@_reports_user_errors
+def measure(
+    config: ConfigArgument,
+    set_: SetOption = None,
+    artifacts: ArtifactsOption = DEFAULT_ARTIFACTS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v")] = False,
+) -> None:
+    """Measure a draft: the one a run trains, a pair that exists already, or one a server runs."""
+    _prepare_process(verbose)
+    from distill.stages.measure_pair import is_pair_config, load_pair_config
+    from pipelines import chosen, pair
+
+    store = _store(artifacts)
+    if is_pair_config(config):
+        report, paths = pair.run(load_pair_config(config, set_ or []), store)
+    else:
+        run_config = _load(config, set_)
+        built = chosen.run(run_config, store, until="measure").artifacts
+        report, paths = _write_report(run_config, store, built)
+    _print_report(report, paths, as_json=as_json)
+    _check_gate(report)
+
+
+@app.command()
+@_reports_user_errors
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN RUN...", help="Names of runs, report directories or measure artifacts."
+        ),
+    ],
+    artifacts: ArtifactsOption = DEFAULT_ARTIFACTS,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The JSON file to write.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
+) -> None:
+    """Put measured runs side by side, with paired differences on the prompts they share."""
+    _prepare_process()
+    from distill.files import atomic_write
+    from distill.report import compare_runs, comparison_table
+
+    store = _store(artifacts)
+    comparison = compare_runs(store, runs)
+    path = output or store.root / "reports" / "comparison.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, json.dumps(comparison, indent=1) + "\n")
+    if as_json:
+        typer.echo(json.dumps(comparison, indent=2))
+        return
+    _print_table(comparison_table(comparison), width=130)
+    typer.echo(f"comparison: {path}")
 
 
 @app.command()
@@ -261,12 +355,12 @@ def serve(
     """Serve the pair over HTTP (OpenAI-compatible); builds the draft first where needed."""
     _prepare_process(verbose)
     from distill.stages.serve import serve as serve_stage
-    from pipelines import standard
+    from pipelines import chosen
 
-    run_config = _load(config, set_)
-    store = _store(artifacts)
-    result = standard.run(run_config, store, until="measure")
-    inputs = {name: result.artifacts[name] for name in ("distill", "measure")}
+    run_config, store = _load(config, set_), _store(artifacts)
+    needed = run_config.serve.inputs
+    built = chosen.run(run_config, store, until="measure").artifacts if needed else {}
+    inputs = {name: built[name] for name in needed}
     serve_stage(run_config.serve, store, inputs=inputs, block=True)
 
 
@@ -281,10 +375,10 @@ def export(
     """Write the draft as a directory that another team loads."""
     _prepare_process()
     from distill.export import copy_bundle
-    from pipelines import standard
+    from pipelines import chosen
 
     run_config = _load(config, set_)
-    result = standard.run(run_config, _store(artifacts))
+    result = chosen.run(run_config, _store(artifacts))
     typer.echo(str(copy_bundle(result.artifacts["export"], output)))
 
 

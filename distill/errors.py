@@ -7,17 +7,20 @@ Refuses to know who raises them or how they are shown: no imports, no printing, 
     |-- ArtifactError               an artifact cannot be used as asked
     |   |-- ArtifactMissingError    it, or a file in it, is not there
     |   |-- ArtifactCorruptError    its bytes are not the bytes its manifest promises
-    |   `-- ArtifactStaleError      it is whole, but belongs to another key or another schema
+    |   |-- ArtifactStaleError      it is whole, but belongs to another key or another schema
+    |   `-- ShardsPendingError      this shard of it is done; others are not (not a fault: exit 0)
     |-- ModelNotFoundError          a model reference that leads nowhere
     |-- PairMismatchError           a target and a draft that cannot work together
     |-- CorpusError                 a prompt file that cannot be read as prompts
     |-- ContextLengthError          a prompt longer than the model's context
     |-- DiskSpaceError              the disk is full, or would be
     |-- SamplingError               a sampling setting that no distribution satisfies
+    |-- LogitsProcessorError        a logits processor that remembers, or gives back no logits
     |-- CacheRollbackError          a model whose cache cannot be rolled back
     |-- TrainingError               training cannot go on (not-a-number, nothing to train on)
     |-- BackendUnavailableError     nobody answers where the target should run
     |-- ExportError                 the draft cannot be shipped as it is
+    |-- GateFailedError             a measured draft is below a bound that was set: exit 3
     `-- ServerError                 the server cannot start or has stopped
 
 A message holds what was found, what was expected, where (file, dotted setting) and the way out.
@@ -60,6 +63,12 @@ class ArtifactStaleError(ArtifactError):
     """The artifact is whole, but was written for another key or by another schema version."""
 
 
+class ShardsPendingError(ArtifactError):
+    """The part this process was given is done, and parts given to others are not yet."""
+
+    exit_code = 0
+
+
 class ModelNotFoundError(DistillError):
     """A model reference that leads nowhere; the message lists everything that was tried."""
 
@@ -84,6 +93,10 @@ class SamplingError(DistillError):
     """Sampling settings that no distribution satisfies, such as every token being banned."""
 
 
+class LogitsProcessorError(DistillError):
+    """A logits processor that cannot be honoured exactly: it remembers, or returns no logits."""
+
+
 class CacheRollbackError(DistillError):
     """A model whose cache cannot be rolled back, so that rejected tokens would stay in it."""
 
@@ -98,6 +111,12 @@ class BackendUnavailableError(DistillError):
 
 class ExportError(DistillError):
     """The draft cannot be shipped as it is: a name, a weight or a licence stands in the way."""
+
+
+class GateFailedError(DistillError):
+    """A draft was measured, all of it is written, and it is below a bound of ``measure.gate``."""
+
+    exit_code = 3
 
 
 class ServerError(DistillError):

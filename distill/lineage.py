@@ -39,6 +39,20 @@ def check_same_target(artifact: Artifact, *, name: str, reference: str, revision
         )
 
 
+def check_same_quantization(artifact: Artifact, *, name: str, quantize: str) -> None:
+    """Refuse the answers of a target whose weights were held in another way: they are others.
+
+    Raises:
+        ArtifactError: the target in the manifest has another `quantize` than the one in use.
+    """
+    theirs = artifact.manifest.config.get("target", {}).get("quantize", "none")
+    if theirs != quantize:
+        raise ArtifactError(
+            f"The target has quantize: {quantize}, but {artifact.path} ({name}) was made with "
+            f"quantize: {theirs}. Use that setting, or run {name} again with this one."
+        )
+
+
 def check_same_draft(measure: Artifact, distill: Artifact) -> None:
     """Refuse a measurement of another draft.
 

@@ -7,7 +7,7 @@ Legend: B rows, S positions, N flat rows, V vocabulary. p = target, q = draft (L
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from pydantic import NonNegativeInt, field_validator
 from torch import Tensor
 
 from distill.config import Config, setting
-from distill.errors import ConfigError, SamplingError
+from distill.errors import ConfigError
 
 DRAFT_LANE, ACCEPT_LANE, RESIDUAL_LANE = 0, 1, 2
 """Independent random streams of one request: draw a draft token, test it, replace it."""
@@ -32,8 +32,9 @@ _MOST_BIAS = 1e4
 class SamplingConfig(Config):
     """How one token is drawn. Applied in the order of the fields below, for target and draft alike.
 
-    ``logit_bias``, ``bad_token_ids`` and ``min_tokens`` edit logits; the penalties follow; then
-    temperature, top-k, top-p and min-p shape the distribution, each on what the one before left.
+    ``logit_bias``, the bans and ``min_tokens`` edit logits; the penalties follow (``logit_edits``);
+    then temperature, top-k, top-p and min-p shape the distribution, each on what the one before
+    left.
     ``repetition_penalty`` (arXiv 1909.05858) looks at prompt and output, the additive
     ``presence_penalty`` and ``frequency_penalty`` at the output only.
     """
@@ -43,6 +44,9 @@ class SamplingConfig(Config):
     )
     bad_token_ids: tuple[NonNegativeInt, ...] = setting(
         (), description="Token ids that never appear."
+    )
+    bad_words_ids: tuple[tuple[NonNegativeInt, ...], ...] = setting(
+        (), description="Sequences of ids that never appear: the last id is banned after the rest."
     )
     min_tokens: int = setting(0, ge=0, description="No stop token before this many tokens.")
     # The bounds keep every edited logit finite in float32, whatever the model says.
@@ -82,6 +86,13 @@ class SamplingConfig(Config):
                 )
         return logit_bias
 
+    @field_validator("bad_words_ids")
+    @classmethod
+    def _check_words(cls, words: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        if not all(words):
+            raise ConfigError("bad_words_ids has an empty word, which would ban nothing; remove it")
+        return words
+
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken, without any probability."""
@@ -89,10 +100,11 @@ class SamplingConfig(Config):
 
     @property
     def has_logit_edits(self) -> bool:
-        """Whether logits depend on the row's history or on listed ids: see :func:`edit_logits`."""
+        """Whether logits depend on the row's history or on listed ids."""
         return bool(
             self.logit_bias
             or self.bad_token_ids
+            or self.bad_words_ids
             or self.min_tokens
             or self.repetition_penalty != 1.0
             or self.presence_penalty
@@ -100,67 +112,15 @@ class SamplingConfig(Config):
         )
 
     @property
+    def listed_token_ids(self) -> set[int]:
+        """Every id that a bias or a ban names: they have to be in the vocabulary."""
+        words = (token for word in self.bad_words_ids for token in word)
+        return {*self.logit_bias, *self.bad_token_ids, *words}
+
+    @property
     def shape_key(self) -> tuple[float, int, float, float]:
         """Rows with equal keys share one call of :func:`logits_to_probs`."""
         return (self.temperature, self.top_k, self.top_p, self.min_p)
-
-
-def edit_logits(
-    logits_V: Tensor,
-    sampling: SamplingConfig,
-    *,
-    prompt_token_ids: Sequence[int],
-    output_token_ids: Sequence[int],
-    stop_token_ids: Iterable[int] = (),
-) -> Tensor:
-    """Apply bias, bans and penalties for ONE position, given everything that precedes it.
-
-    Args:
-        logits_V: one row; left as it is.
-        output_token_ids: what was generated before this position, drafted tokens included.
-        stop_token_ids: banned while fewer than ``min_tokens`` tokens are out.
-
-    Returns:
-        A new float32 row (float64 stays float64).
-
-    Raises:
-        SamplingError: nothing is left to draw, or a listed id lies outside the vocabulary.
-    """
-    row_V = logits_V.to(_at_least_float32(logits_V.dtype), copy=True)
-    size = row_V.shape[-1]
-    listed = [*sampling.logit_bias, *sampling.bad_token_ids]
-    if listed and max(listed) >= size:
-        raise SamplingError(
-            f"Token id {max(listed)} in logit_bias or bad_token_ids is outside the vocabulary "
-            f"of {size} ids. Use ids of the target's own tokenizer."
-        )
-    if sampling.logit_bias:
-        ids = torch.tensor(list(sampling.logit_bias), device=row_V.device)
-        bias = torch.tensor(list(sampling.logit_bias.values()), dtype=row_V.dtype)
-        row_V[ids] += bias.to(row_V.device)
-    banned = list(sampling.bad_token_ids)
-    if len(output_token_ids) < sampling.min_tokens:
-        banned.extend(i for i in stop_token_ids if i < size)
-    if banned:
-        row_V[torch.tensor(banned, device=row_V.device)] = -torch.inf
-    if sampling.repetition_penalty != 1.0:
-        seen = torch.tensor([*prompt_token_ids, *output_token_ids], device=row_V.device).unique()
-        seen = seen[seen < size]
-        old = row_V[seen]
-        penalty = sampling.repetition_penalty
-        row_V[seen] = torch.where(old > 0, old / penalty, old * penalty)
-    if (sampling.presence_penalty or sampling.frequency_penalty) and len(output_token_ids):
-        ids, counts = torch.tensor(list(output_token_ids), device=row_V.device).unique(
-            return_counts=True
-        )
-        counts, ids = counts[ids < size], ids[ids < size]
-        row_V[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
-    if not bool(torch.isfinite(row_V.max())):
-        raise SamplingError(
-            "No token is left to draw: bad_token_ids, logit_bias and min_tokens together exclude "
-            "the whole vocabulary. Remove one of them."
-        )
-    return row_V
 
 
 def logits_to_probs(logits_BSV: Tensor, sampling: SamplingConfig) -> Tensor:
@@ -171,7 +131,7 @@ def logits_to_probs(logits_BSV: Tensor, sampling: SamplingConfig) -> Tensor:
     """
     rows_NV = logits_BSV.reshape(-1, logits_BSV.shape[-1])
     probs_NV = torch.empty(
-        rows_NV.shape, dtype=_at_least_float32(rows_NV.dtype), device=rows_NV.device
+        rows_NV.shape, dtype=at_least_float32(rows_NV.dtype), device=rows_NV.device
     )
     if sampling.is_greedy:
         probs_NV.zero_().scatter_(1, argmax_last(rows_NV).unsqueeze(1), 1.0)
@@ -183,7 +143,7 @@ def logits_to_probs(logits_BSV: Tensor, sampling: SamplingConfig) -> Tensor:
 
 def _shaped_probs(logits_NV: Tensor, sampling: SamplingConfig) -> Tensor:
     # Convert first: the CPU softmax that converts on the fly is several times slower.
-    scores = logits_NV.to(_at_least_float32(logits_NV.dtype), copy=True)
+    scores = logits_NV.to(at_least_float32(logits_NV.dtype), copy=True)
     if sampling.temperature != 1.0:
         # Peak at 0 first: a large logit over a small temperature must not reach infinity.
         scores.sub_(scores.amax(dim=-1, keepdim=True)).div_(sampling.temperature)
@@ -228,7 +188,7 @@ def log_normalizer(logits_NV: Tensor) -> Tensor:
     """
     logs = []
     for part, _ in _row_chunks(logits_NV, logits_NV):
-        scores = part.to(_at_least_float32(part.dtype))
+        scores = part.to(at_least_float32(part.dtype))
         logs.append(scores.amax(dim=-1) - scores.softmax(dim=-1).amax(dim=-1).log())
     return torch.cat(logs)
 
@@ -249,7 +209,7 @@ def probs_by_row(logits_NV: Tensor, samplings: Sequence[SamplingConfig]) -> Tens
     if len(groups) == 1:
         return logits_to_probs(logits_NV, samplings[0])
     probs_NV = torch.empty(
-        logits_NV.shape, dtype=_at_least_float32(logits_NV.dtype), device=logits_NV.device
+        logits_NV.shape, dtype=at_least_float32(logits_NV.dtype), device=logits_NV.device
     )
     for rows in groups.values():
         index = torch.tensor(rows, device=logits_NV.device)
@@ -370,5 +330,6 @@ def _mix(bits: Any) -> Any:
     return bits ^ (bits >> np.uint64(31))
 
 
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The precision probabilities are computed in: float64 stays, everything else is float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -16,6 +16,10 @@ from distill.artifacts import Artifact, ArtifactStore
 from distill.config import Config
 from distill.models import LoadedModel, ModelConfig, load_target, model_revision
 from distill.stages import completions as storage
+from distill.target_store.config import StoreKind
+from distill.target_store.files import file_name
+from distill.target_store.sampled import sampled_of_law
+from distill.target_store.top_k import top_k_of_law
 
 
 class StandInConfig(Config):
@@ -73,13 +77,14 @@ def make_generated(
     num_rows: int = 24,
     num_held_out: int = 6,
     changes: Mapping[int, Mapping[str, Any]] | None = None,
-    with_states: bool = True,
+    target_store: StoreKind = "final_hidden",
     poison_rows: Sequence[int] = (),
     salt: str = "",
 ) -> Artifact:
     """Build a generate artifact of `num_rows` answers in two files of states.
 
     `changes` replaces columns of rows by index; `poison_rows` get states that are not numbers.
+    `target_store` is what is kept: none, final_hidden, top_k (K = 16) or sampled (40 draws).
     """
 
     def build(directory: Path) -> Mapping[str, Any]:
@@ -88,12 +93,11 @@ def make_generated(
         halves = [range(num_rows // 2), range(num_rows // 2, num_rows)]
         shards = []
         for number, half in enumerate(halves):
-            records, hidden, logsumexp, offset = [], [], [], 0
+            records, kept, offset = [], [], 0
+            name = file_name(target_store, number)
             for index in half:
                 row = answers[index]
                 states = row.hidden_TD * torch.nan if index in poison_rows else row.hidden_TD
-                hidden.append(states.to(torch.bfloat16))
-                logsumexp.append(row.logsumexp_T)
                 record = {
                     "row_id": f"row-{index}",
                     "prompt_id": f"prompt-{index}",
@@ -109,16 +113,14 @@ def make_generated(
                     "sample_index": 0,
                     "seed": index,
                 }
-                if with_states:
-                    record |= {
-                        "hidden_file": storage.hidden_file_name(number),
-                        "hidden_offset": offset,
-                    }
+                if name is not None:
+                    record |= {"target_file": name, "target_offset": offset}
+                    kept.append(_kept(target, target_store, states, row.logsumexp_T, seed=index))
                 records.append(record | dict((changes or {}).get(index, {})))
                 offset += len(row.completion)
-            if with_states:
-                path = directory / storage.hidden_file_name(number)
-                storage.write_hidden(path, torch.cat(hidden), torch.cat(logsumexp))
+            if name is not None:
+                tensors = {key: torch.cat([part[key] for part in kept]) for key in kept[0]}
+                storage.write_tensors(directory / name, tensors)
             (directory / "work").mkdir(exist_ok=True)
             shard = directory / "work" / f"shard-{number}.parquet"
             storage.write_rows(shard, records)
@@ -127,5 +129,20 @@ def make_generated(
         return {}
 
     revision = model_revision(ModelConfig(model=str(target_dir)))
+    salt = f"{salt}{target_store}"
     key = store.key("generate", 1, StandInConfig(), revisions={"salt": salt, "target": revision})
     return store.get_or_build(key, build)
+
+
+def _kept(
+    target: LoadedModel, kind: str, hidden_TD: torch.Tensor, logsumexp_T: torch.Tensor, *, seed: int
+) -> dict[str, torch.Tensor]:
+    if kind == "final_hidden":
+        return {"hidden_ND": hidden_TD.to(torch.bfloat16), "logsumexp_N": logsumexp_T}
+    num_tokens = len(target.tokenizer)
+    with torch.no_grad():
+        logits_TV = target.model.get_output_embeddings()(hidden_TD).float()[:, :num_tokens]
+    law_TV = logits_TV.log_softmax(-1)
+    if kind == "top_k":
+        return top_k_of_law(law_TV, 16)
+    return sampled_of_law(law_TV, seed=seed, num_draws=40, vocab_size=num_tokens)

@@ -5,6 +5,7 @@ Refuses to train: the draft is a tiny random model, saved as a distill artifact 
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Sequence
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from distill.artifacts import Artifact, ArtifactStore
+from distill.corpus import CorpusConfig
+from distill.held_out import reporting_half
 from distill.models import ModelConfig, load_target, model_revision
-from distill.runtime.decode import speculative_decode
+from distill.runtime.speculative import speculative_decode
 from distill.sampling import SamplingConfig
 from distill.stages import completions
-from distill.stages.corpus import CorpusConfig
 from distill.stages.distill_draft import DistillConfig
 from distill.stages.generate import GenerateConfig
 from distill.stages.measure import MeasureConfig, TimingConfig
@@ -30,8 +32,10 @@ def model_config(path: Path) -> ModelConfig:
 
 
 def measure_config(target_dir: Path, **changes: Any) -> MeasureConfig:
-    """A measurement of seconds: short answers, two prompts a unit, no timing."""
+    """A measurement of seconds: short answers, two prompts a unit, no timing, few draws."""
     settings: dict[str, Any] = {
+        "temperatures": (0.0, 1.0),
+        "law_samples": 64,
         "num_draft_tokens": 3,
         "max_new_tokens": 12,
         "batch_size": 2,
@@ -47,10 +51,19 @@ def held_out_rows(
     temperatures: Sequence[float] = (0.0, 1.0),
     max_new_tokens: int = 12,
 ) -> list[dict[str, Any]]:
-    """Rows of completions.parquet: the target's own answers at each temperature."""
+    """Rows of completions.parquet: the target's own answers at each temperature.
+
+    As many prompts more, named s0, s1, ..., stand for those that the weights were chosen on.
+    """
     target = load_target(model_config(target_dir))
     prompts = [[5 + n, 40, 41, 42 + n, 40, 41][: 3 + n % 4] for n in range(num_prompts)]
+    names = [f"p{n}" for n in range(num_prompts)]
     rows = []
+    for index in range(len(temperatures)):
+        rows += [
+            _row(name, index, temperatures[index], prompts[0], [9], "length", n)
+            for n, name in enumerate(selection_names(names))
+        ]
     for index, temperature in enumerate(temperatures):
         results = speculative_decode(
             target,
@@ -62,23 +75,48 @@ def held_out_rows(
         )
         for n, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
             rows.append(
-                {
-                    "row_id": f"p{n}/{index}/0",
-                    "prompt_id": f"p{n}",
-                    "task": TASKS[n % len(TASKS)],
-                    "split": "held_out",
-                    "prompt_token_ids": prompt,
-                    "completion_token_ids": result.token_ids,
-                    "loss_mask": [0] * len(prompt) + [1] * len(result.token_ids),
-                    "status": "completed" if result.finish_reason == "stop" else "truncated",
-                    "finish_reason": result.finish_reason,
-                    "sampling_index": index,
-                    "temperature": temperature,
-                    "sample_index": 0,
-                    "seed": n,
-                }
+                _row(
+                    names[n], index, temperature, prompt, result.token_ids, result.finish_reason, n
+                )
             )
     return rows
+
+
+def selection_names(reported: Sequence[str]) -> list[str]:
+    """As many names again that the split between selection and report puts on the other side."""
+    below = (
+        name
+        for name in map("s{}".format, itertools.count())
+        if all(reporting_half([name, one]) == {one} for one in reported)
+    )
+    return list(itertools.islice(below, len(reported)))
+
+
+def _row(
+    prompt_id: str,
+    index: int,
+    temperature: float,
+    prompt: Sequence[int],
+    token_ids: Sequence[int],
+    finish_reason: str | None,
+    number: int,
+) -> dict[str, Any]:
+    return {
+        "row_id": f"{prompt_id}/{index}/0",
+        "prompt_id": prompt_id,
+        "task": TASKS[number % len(TASKS)],
+        "split": "held_out",
+        "prompt_token_ids": list(prompt),
+        "completion_token_ids": list(token_ids),
+        "loss_mask": [0] * len(prompt) + [1] * len(token_ids),
+        "status": "completed" if finish_reason == "stop" else "truncated",
+        "finish_reason": finish_reason,
+        "sampling_index": index,
+        "temperature": temperature,
+        "sample_index": 0,
+        "turn_index": 0,
+        "seed": number,
+    }
 
 
 def generate_artifact(

@@ -64,12 +64,15 @@ def test_the_quickstart_script_runs_the_quickstart_config() -> None:
     assert f'distill" run {CONFIG}' in (ROOT / "scripts/quickstart").read_text(encoding="utf-8")
 
 
-def test_the_readme_s_single_stages_run(
+def test_the_readme_s_single_stages_and_its_runtime_alone_run(
     tiny_run_config: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(workplace)
-    (code,) = [block for block in blocks("python") if "import distill" in block]
-    exec(compile(code.replace(CONFIG, str(tiny_run_config)), "README.md", "exec"), {})
+    stages, runtime = [block for block in blocks("python") if "distill." in block]
+    names: dict[str, Any] = {}
+    exec(compile(stages.replace(CONFIG, str(tiny_run_config)), "README.md", "exec"), names)
+    exec(compile(runtime, "README.md", "exec"), names)
+    assert len(names["answers"][0].token_ids) <= 8
 
 
 def test_the_readme_s_client_streams_from_a_served_pair(

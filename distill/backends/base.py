@@ -14,11 +14,15 @@ from typing import Literal, Protocol
 
 import torch
 
+from distill.backends.settings import BackendChoice
+from distill.config import Config
 from distill.models import ModelConfig
 from distill.registry import Registry
 from distill.sampling import SamplingConfig
 
 FinishReason = Literal["stop", "length"]
+Gift = Literal["hidden_states", "scores", "top_k_scores"]
+"""What a backend may give beside token ids: kept hidden states, whole laws, their K best ids."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,8 @@ class ModelInfo:
     """What a backend's model is.
 
     ``vocab_size`` counts the tokenizer's ids: padded rows of the output head are never emitted and
-    have no probability. ``max_length`` counts prompt and completion together.
+    have no probability. ``max_length`` counts prompt and completion together. ``gives`` lists what
+    may be asked beside ids, so that a store which needs more is refused before anything runs.
     """
 
     vocab_size: int
@@ -36,6 +41,7 @@ class ModelInfo:
     revision: str
     dtype: str
     device: str
+    gives: frozenset[Gift] = frozenset({"hidden_states", "scores", "top_k_scores"})
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,20 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Unanswered:
+    """A row without an answer, and why; the others go on.
+
+    "rejected": the runtime refuses this prompt, or its answer cannot be trusted; asking again
+    gives the same. "failed": no answer came; asking again may help.
+    """
+
+    prompt_index: int
+    sample_index: int
+    status: Literal["rejected", "failed"]
+    reason: str
+
+
+@dataclass(frozen=True)
 class Scores:
     """The next-token law after each position of a sequence, at temperature 1, float32.
 
@@ -68,6 +88,15 @@ class Scores:
     token_ids_TK: torch.Tensor
     log_probs_TK: torch.Tensor
     tail_mass_T: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Unscored:
+    """A sequence without scores, and why; the others go on. ``status`` as in Unanswered."""
+
+    sequence_index: int
+    status: Literal["rejected", "failed"]
+    reason: str
 
 
 class Backend(Protocol):
@@ -88,8 +117,8 @@ class Backend(Protocol):
         num_samples: int = 1,
         keep_hidden: bool = False,
         on_tokens: Callable[[int], None] | None = None,
-    ) -> Iterator[Completion]:
-        """Answer every prompt ``num_samples`` times; completions come in any order.
+    ) -> Iterator[Completion | Unanswered]:
+        """Answer every prompt ``num_samples`` times; each sample comes once, in any order.
 
         ``seeds`` has one entry a prompt; sample s of a prompt draws with
         ``sample_seed(seed, s)``. The same call gives the same completions. ``on_tokens`` hears
@@ -97,30 +126,65 @@ class Backend(Protocol):
 
         Raises:
             ContextLengthError: a prompt leaves no room for one token.
+            SamplingError: a setting that this runtime cannot honour.
             BackendUnavailableError: the model does not answer, or cannot keep hidden states.
         """
         ...
 
     def score(
         self, sequences: Sequence[Sequence[int]], *, top_k: int | None = None
-    ) -> Iterator[Scores]:
+    ) -> Iterator[Scores | Unscored]:
         """The target's next-token law along each sequence, in order.
 
         Raises:
             ContextLengthError: a sequence is longer than the context.
+            BackendUnavailableError: the runtime does not give what is asked (``info.gives``).
+        """
+        ...
+
+
+class LawBackend(Backend, Protocol):
+    """A backend that gives whole laws, and says so: "scores" is among ``info.gives``."""
+
+    def laws(self, sequence: Sequence[int], *, start: int) -> Iterator[torch.Tensor]:
+        """The law after each position from ``start`` to the last but one, a few at a time.
+
+        log_probs_NV: what :meth:`score` gives for them, float32, on the CPU; never all at once,
+        which for a long answer and a large vocabulary would be gigabytes.
+
+        Raises:
+            ContextLengthError: the sequence is longer than the context.
         """
         ...
 
 
 class BackendFactory(Protocol):
-    """How a backend is made: from the model, and the most rows it runs at once."""
+    """How a backend is made: from the model, the most rows it runs at once, and its settings."""
 
-    def __call__(self, config: ModelConfig, *, max_batch_size: int) -> Backend:
-        """Load or reach the model."""
+    def __call__(
+        self, config: ModelConfig, *, max_batch_size: int, settings: Config | None = None
+    ) -> Backend:
+        """Load or reach the model.
+
+        Raises:
+            ConfigError: ``settings`` are missing, or are another backend's.
+        """
         ...
 
 
 BACKENDS: Registry[BackendFactory] = Registry("backend", "distill.backends")
+
+
+def open_backend(choice: BackendChoice, target: ModelConfig, *, max_batch_size: int) -> Backend:
+    """The backend a config names: ``local``, or ``{kind: http, ...}`` with settings of its own.
+
+    Raises:
+        RegistryError: no backend of this name.
+        ConfigError: the backend needs settings and has none.
+        BackendUnavailableError: nobody answers where the target should run.
+    """
+    name, settings = (choice, None) if isinstance(choice, str) else (choice.kind, choice)
+    return BACKENDS.get(name)(target, max_batch_size=max_batch_size, settings=settings)
 
 
 def sample_seed(seed: int, sample_index: int) -> int:

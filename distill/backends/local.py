@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from distill.backends.base import BACKENDS, Completion, ModelInfo, Scores, sample_seed
+from distill.config import Config
 from distill.errors import ContextLengthError
 from distill.models import LoadedModel, ModelConfig, load_target, logits_from_hidden
 from distill.runtime.decode import DecodeEngine, DecodeRequest
@@ -105,24 +106,40 @@ class LocalBackend:
         self, sequences: Sequence[Sequence[int]], *, top_k: int | None = None
     ) -> Iterator[Scores]:
         """The target's next-token laws; see :class:`distill.backends.base.Backend`."""
-        model, info = self._target.model, self.info
+        vocab_size = self.info.vocab_size
         for sequence_index, sequence in enumerate(sequences):
-            if len(sequence) > info.max_length:
-                raise ContextLengthError(
-                    f"sequence {sequence_index} has {len(sequence)} tokens, the target's context "
-                    f"is {info.max_length}; shorten or drop it"
-                )
-            with torch.inference_mode():
-                ids_1T = torch.tensor([list(sequence)[:-1]], device=model.device)
-                hidden_TD = model.get_decoder()(input_ids=ids_1T, use_cache=False)[0][0]
-                parts = [
-                    _top(logits_from_hidden(model, chunk_ND)[:, : info.vocab_size], top_k)
-                    for chunk_ND in hidden_TD.split(_SCORE_CHUNK_TOKENS)
-                ]
+            parts = [
+                _top(log_probs_NV, top_k)
+                for log_probs_NV in self._laws(sequence, 0, f"sequence {sequence_index}")
+            ]
             token_ids_TK, log_probs_TK, tail_mass_T = (
                 torch.cat(columns) for columns in zip(*parts, strict=True)
             )
+            if top_k is None:  # the same ids at every position: a view, not T rows of them
+                token_ids_TK = torch.arange(vocab_size).expand(log_probs_TK.shape)
             yield Scores(sequence_index, token_ids_TK, log_probs_TK, tail_mass_T)
+
+    def laws(self, sequence: Sequence[int], *, start: int) -> Iterator[torch.Tensor]:
+        """The laws along a sequence; see :class:`distill.backends.base.LawBackend`."""
+        for log_probs_NV in self._laws(sequence, start, "the sequence"):
+            yield log_probs_NV.cpu()
+
+    def _laws(self, sequence: Sequence[int], start: int, what: str) -> Iterator[torch.Tensor]:
+        """log_probs_NV of a chunk of positions at a time, on the target's device."""
+        model, info = self._target.model, self.info
+        if len(sequence) > info.max_length:
+            raise ContextLengthError(
+                f"{what} has {len(sequence)} tokens, the target's context is {info.max_length}; "
+                "shorten or drop it"
+            )
+        with torch.inference_mode():
+            ids_1T = torch.tensor([list(sequence)[:-1]], device=model.device)
+            hidden_TD = model.get_decoder()(input_ids=ids_1T, use_cache=False)[0][0]
+        for chunk_ND in hidden_TD[start:].split(_SCORE_CHUNK_TOKENS):
+            with torch.inference_mode():  # not around the yield: it would rule the caller too
+                logits_NV = logits_from_hidden(model, chunk_ND)[:, : info.vocab_size]
+                log_probs_NV = logits_NV.float().log_softmax(-1)
+            yield log_probs_NV
 
 
 def _to_cpu(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -130,20 +147,22 @@ def _to_cpu(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
 
 
 def _top(
-    logits_NV: torch.Tensor, top_k: int | None
+    log_probs_NV: torch.Tensor, top_k: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(token_ids_NK, log_probs_NK, tail_mass_N) of a chunk of positions."""
-    log_probs_NV = logits_NV.float().log_softmax(-1)
+    """(token_ids_NK, log_probs_NK, tail_mass_N) of a chunk of positions; no ids for whole laws."""
     if top_k is None:
-        ids_NV = torch.arange(logits_NV.shape[-1]).expand(log_probs_NV.shape)
-        return ids_NV, log_probs_NV.cpu(), torch.zeros(len(log_probs_NV))
-    log_probs_NK, ids_NK = log_probs_NV.topk(min(top_k, logits_NV.shape[-1]), dim=-1)
+        no_ids_N0 = torch.zeros(len(log_probs_NV), 0, dtype=torch.int64)
+        return no_ids_N0, log_probs_NV.cpu(), torch.zeros(len(log_probs_NV))
+    log_probs_NK, ids_NK = log_probs_NV.topk(min(top_k, log_probs_NV.shape[-1]), dim=-1)
     # 1 - sum would lose a small tail to rounding; the others are summed instead.
     others_NV = log_probs_NV.scatter(-1, ids_NK, -torch.inf)
     return ids_NK.cpu(), log_probs_NK.cpu(), others_NV.logsumexp(-1).exp().cpu()
 
 
 @BACKENDS.register("local")
-def make_local(config: ModelConfig, *, max_batch_size: int) -> LocalBackend:
+def make_local(
+    config: ModelConfig, *, max_batch_size: int, settings: Config | None = None
+) -> LocalBackend:
     """Load the target here."""
+    assert settings is None, "the local backend has no settings of its own"
     return LocalBackend(load_target(config), max_batch_size=max_batch_size)

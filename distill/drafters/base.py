@@ -12,7 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from distill.logit_edits import LogitsProcessor
 from distill.registry import Registry
+from distill.runtime.cache import RaggedCache
 from distill.sampling import SamplingConfig
 
 
@@ -54,8 +56,12 @@ class Drafter(Protocol):
         *,
         seed: int,
         stop_token_ids: frozenset[int] = frozenset(),
+        logits_processors: Sequence[LogitsProcessor] = (),
     ) -> None:
-        """Meet a new row; nothing is computed before the first proposal."""
+        """Meet a new row; nothing is computed before the first proposal.
+
+        An exception has to leave the rows as they were.
+        """
         ...
 
     def propose(
@@ -66,12 +72,17 @@ class Drafter(Protocol):
     ) -> Proposal:
         """Draft up to ``num_draft_tokens_B[i]`` tokens after ``token_ids[i]`` (prompt and output).
 
+        What follows a drafted stop token is never used.
+
         A row asked for 0 drafts costs nothing and may be asked for more later.
         """
         ...
 
     def commit(self, handle: int, num_valid_tokens: int) -> None:
-        """Only the first ``num_valid_tokens`` of what was read or drafted stand: roll back."""
+        """Only the first ``num_valid_tokens`` of what was read or drafted stand: roll back.
+
+        May be repeated, and is after a proposal that failed.
+        """
         ...
 
     def leave(self, handle: int) -> None:
@@ -79,5 +90,23 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
+class CacheSharer(Protocol):
+    """A drafter that computes with the target's own weights and cache, and holds none itself.
+
+    The engine lends both before ``start``. The drafter's rows are the cache's rows: they join and
+    leave together, in the same order. When a proposal is asked for, a row of the cache holds all
+    of the row's tokens but the last, and so it must again when the proposal is returned.
+    """
+
+    def share(self, model: Any, cache: RaggedCache) -> None:
+        """Take the target and the cache that its engine decodes with.
+
+        Raises:
+            ConfigError: this drafter's settings do not fit the target.
+        """
+        ...
+
+
 registry: Registry[Any] = Registry("drafter", "distill.drafters")
-"""name -> class. Constructors differ: ``causal_lm`` takes a model, ``prompt_lookup`` numbers."""
+"""name -> class. Constructors differ: ``causal_lm`` takes a model, the others take numbers."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from distill.drafters.base import Proposal, registry
+from distill.logit_edits import LogitsProcessor
 from distill.sampling import SamplingConfig
 
 
@@ -43,6 +44,7 @@ class PromptLookupDrafter:
         *,
         seed: int,
         stop_token_ids: frozenset[int] = frozenset(),
+        logits_processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         """Nothing to prepare: a row's own tokens are all there is."""
 

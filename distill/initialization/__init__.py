@@ -9,9 +9,10 @@ from typing import Annotated
 
 import pydantic
 
-from distill.initialization.base import initialize
+from distill.initialization.base import Samples, Start, initialize, model_of_shape, start_draft
 from distill.initialization.existing import ExistingConfig
 from distill.initialization.pruned import PrunedConfig
+from distill.initialization.samples import read_samples, stored_samples, write_samples
 from distill.initialization.scratch import ScratchConfig
 
 InitializationConfig = Annotated[
@@ -22,6 +23,13 @@ __all__ = [
     "ExistingConfig",
     "InitializationConfig",
     "PrunedConfig",
+    "Samples",
     "ScratchConfig",
+    "Start",
     "initialize",
+    "model_of_shape",
+    "read_samples",
+    "start_draft",
+    "stored_samples",
+    "write_samples",
 ]

@@ -8,20 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from distill.losses.base import (
-    LOSSES,
-    LogitLoss,
-    log_probs,
-    overlap_and_grad,
-    scratch_log_probs,
-    whole_probs,
-)
+from distill.losses.base import LOSSES, log_probs, scratch_log_probs, whole_probs
+from distill.losses.overlap import OverlapLoss, overlap_and_grad
 
 DECAY = 3.0
 
 
 @LOSSES.register("acceptance_hybrid")
-class AcceptanceHybrid(LogitLoss):
+class AcceptanceHybrid(OverlapLoss):
     """w KL(p, q) + (1 - w)(1 - alpha) with w = exp(-DECAY alpha) held constant.
 
     The "lambda" form of arXiv 2602.23881: where the draft is far off, alpha is small, w is near 1
@@ -30,7 +24,7 @@ class AcceptanceHybrid(LogitLoss):
     subset KL renormalises the target and alpha keeps its true mass.
     """
 
-    needs_whole_mass = True
+    is_exact_derivative = False
 
     def per_position(
         self,

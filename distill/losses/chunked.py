@@ -15,6 +15,7 @@ from torch import Tensor
 
 from distill.losses.base import HiddenLoss, LogitLoss
 from distill.losses.head import Head
+from distill.losses.knowledge import DraftColumns, FullKnowledge, TargetKnowledge
 
 # Float32 elements of one [chunk, V] buffer: 4 MiB. Larger ones leave the cache of a CPU core and
 # are handed back to the operating system between uses, which made the same arithmetic 3x slower.
@@ -38,12 +39,11 @@ def default_chunk_tokens(num_rows: int) -> int:
 def chunked_loss(
     loss: LogitLoss | HiddenLoss,
     draft_hidden_ND: Tensor,
-    target_hidden_ND: Tensor,
+    target: TargetKnowledge,
     *,
     draft_head: Head,
-    target_head: Head,
+    columns: DraftColumns,
     normalizer: float,
-    target_logsumexp_N: Tensor | None = None,
     weight_N: Tensor | None = None,
     chunk_tokens: int | None = None,
 ) -> ChunkedLoss:
@@ -52,29 +52,30 @@ def chunked_loss(
     `normalizer` is the token count of the whole optimiser step over all its micro-batches and
     processes, so that values and gradients of any split add up to those of the whole.
     `weight_N` None counts every position; a position of weight 0 contributes nothing, whatever
-    its loss. Both heads must have the same rows (the same `Head.subset`). Gradients with respect
+    its loss. `columns` says which tokens the rows of `draft_head` are. Gradients with respect
     to the draft's states, and to its head where it is trained, are computed chunk by chunk during
     forward, so [N, V] never exists; backward only scales them.
     """
-    assert draft_hidden_ND.shape[0] == target_hidden_ND.shape[0], "positions differ"
+    assert draft_hidden_ND.shape[0] == len(target), "positions differ"
     assert normalizer > 0, "the normalizer is a token count"
     if isinstance(loss, HiddenLoss):
-        loss_N = loss.per_position(draft_hidden_ND, target_hidden_ND)
+        assert isinstance(target, FullKnowledge), "refused before training"
+        loss_N = loss.per_position(draft_hidden_ND, target.hidden_ND)
         weighted_N = loss_N if weight_N is None else _masked(loss_N, weight_N)
         return ChunkedLoss(weighted_N.sum() / normalizer, loss_N.detach())
-    assert draft_head.num_rows == target_head.num_rows, "heads have different rows"
+    assert draft_head.num_rows == columns.num_columns, "heads have different rows"
     call = _Call(
         loss=loss,
+        target=target,
         draft_head=draft_head,
-        target_head=target_head,
-        target_logsumexp_N=target_logsumexp_N,
+        columns=columns,
         weight_N=weight_N,
         normalizer=normalizer,
         chunk_tokens=chunk_tokens or default_chunk_tokens(draft_head.num_rows),
     )
     # torch leaves Function.apply unannotated
     value, loss_N = _ChunkedLossFunction.apply(  # type: ignore[no-untyped-call]
-        draft_hidden_ND, draft_head.weight_VD, draft_head.bias_V, target_hidden_ND, call
+        draft_hidden_ND, draft_head.weight_VD, draft_head.bias_V, call
     )
     return ChunkedLoss(value, loss_N)
 
@@ -86,9 +87,9 @@ def _masked(loss_N: Tensor, weight_N: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class _Call:
     loss: LogitLoss
+    target: TargetKnowledge
     draft_head: Head
-    target_head: Head
-    target_logsumexp_N: Tensor | None
+    columns: DraftColumns
     weight_N: Tensor | None
     normalizer: float
     chunk_tokens: int
@@ -103,7 +104,6 @@ class _ChunkedLossFunction(torch.autograd.Function):
         draft_hidden_ND: Tensor,
         weight_VD: Tensor,
         bias_V: Tensor | None,
-        target_hidden_ND: Tensor,
         call: _Call,
     ) -> tuple[Tensor, Tensor]:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -117,16 +117,12 @@ class _ChunkedLossFunction(torch.autograd.Function):
         for start in range(0, draft_hidden_ND.shape[0], call.chunk_tokens):
             chunk = slice(start, start + call.chunk_tokens)
             hidden_ND = draft_hidden_ND[chunk]
-            target_NV = call.target_head.logits(target_hidden_ND[chunk])
-            logsumexp_N = None
-            if call.target_logsumexp_N is not None:
-                logsumexp_N = call.target_logsumexp_N[chunk]
             linear_NV = call.draft_head.linear(hidden_ND)
             if not (needs_hidden or needs_weight or needs_bias):
                 logits_NV = call.draft_head.finish(linear_NV)
-                pieces.append(call.loss.per_position(logits_NV, target_NV, logsumexp_N))
+                pieces.append(call.target.value(call.loss, logits_NV, chunk, call.columns))
                 continue
-            loss_N, grad_NV = _value_and_grad(call, linear_NV, target_NV, logsumexp_N)
+            loss_N, grad_NV = _value_and_grad(call, linear_NV, chunk)
             pieces.append(loss_N)
             scale_N = torch.full_like(loss_N, 1.0 / call.normalizer)
             if call.weight_N is not None:
@@ -157,17 +153,14 @@ class _ChunkedLossFunction(torch.autograd.Function):
             None if weight_VD is None else (weight_VD * scale).to(ctx.weight_dtype),
             None if bias_V is None else (bias_V * scale).to(ctx.weight_dtype),
             None,
-            None,
         )
 
 
-def _value_and_grad(
-    call: _Call, linear_NV: Tensor, target_NV: Tensor, logsumexp_N: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _value_and_grad(call: _Call, linear_NV: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
     """Return (loss_N, d loss / d linear_NV) through the head's scale and soft cap."""
     head = call.draft_head
     logits_NV = head.finish(linear_NV)
-    loss_N, grad_NV = call.loss.value_and_grad(logits_NV, target_NV, logsumexp_N)
+    loss_N, grad_NV = call.target.value_and_grad(call.loss, logits_NV, chunk, call.columns)
     if head.softcap is not None:
         # d (cap tanh(x / cap)) / dx = 1 - (logits / cap)^2
         grad_NV = grad_NV * (1.0 - (logits_NV.float() / head.softcap) ** 2)

@@ -20,6 +20,8 @@ class CrossEntropy(LogitLoss):
     label is the most likely token of the subset.
     """
 
+    lumps_tail = False  # many unlikely tokens together are no most likely token
+
     def per_position(
         self,
         draft_logits_BTV: Tensor,

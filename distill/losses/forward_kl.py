@@ -7,40 +7,27 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from distill.losses.base import LOSSES, LogitLoss, log_probs, scratch_log_probs
+from distill.losses.base import LOSSES
+from distill.losses.divergence import Divergence
 
 
 @LOSSES.register("forward_kl")
-class ForwardKL(LogitLoss):
+class ForwardKL(Divergence):
     """sum_v p_v (log p_v - log q_v) in nats (Hinton et al. 2015, arXiv 1503.02531).
 
     It covers every token the target may emit, so it is never flat far from the target, which is
     why it comes before the acceptance losses. No temperature^2 factor: nothing else is added to it.
-    On a vocabulary subset p is the target renormalised on the subset.
     """
 
-    def per_position(
-        self,
-        draft_logits_BTV: Tensor,
-        target_logits_BTV: Tensor,
-        target_logsumexp_BT: Tensor | None = None,
-    ) -> Tensor:
-        """Return forward_kl_BT; at least 0 up to rounding."""
-        target_BTV = log_probs(target_logits_BTV, self.temperature)
-        draft_BTV = log_probs(draft_logits_BTV, self.temperature)
-        return (target_BTV.exp() * (target_BTV - draft_BTV)).sum(dim=-1)
+    is_linear_in_target = True
 
-    def value_and_grad(
-        self,
-        draft_logits_NV: Tensor,
-        target_logits_NV: Tensor,
-        target_logsumexp_N: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Closed form: d loss / d z = (q - p) / temperature."""
-        target_NV = scratch_log_probs(target_logits_NV, self.temperature)
-        draft_NV = scratch_log_probs(draft_logits_NV, self.temperature)
-        difference_NV = target_NV - draft_NV
-        target_NV = target_NV.exp_()
+    def of(self, target_log_BTV: Tensor, draft_log_BTV: Tensor) -> Tensor:
+        """The definition."""
+        return (target_log_BTV.exp() * (target_log_BTV - draft_log_BTV)).sum(dim=-1)
+
+    def closed_form(self, target_log_NV: Tensor, draft_log_NV: Tensor) -> tuple[Tensor, Tensor]:
+        """Closed form: d loss / d z = q - p."""
+        difference_NV = target_log_NV - draft_log_NV
+        target_NV = target_log_NV.exp_()
         loss_N = difference_NV.mul_(target_NV).sum(dim=-1)
-        grad_NV = draft_NV.exp_().sub_(target_NV)
-        return loss_N, grad_NV if self.temperature == 1.0 else grad_NV.div_(self.temperature)
+        return loss_N, draft_log_NV.exp_().sub_(target_NV)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from distill.losses.base import LOSSES, HiddenLoss
+from distill.sampling import at_least_float32
 
 
 @LOSSES.register("hidden_regression")
@@ -22,6 +23,7 @@ class HiddenRegression(HiddenLoss):
 
     def per_position(self, draft_hidden_BTD: Tensor, target_hidden_BTD: Tensor) -> Tensor:
         """Return loss_BT >= 0. Both states must have the same width."""
+        dtype = at_least_float32(draft_hidden_BTD.dtype)
         return torch.nn.functional.smooth_l1_loss(
-            draft_hidden_BTD.float(), target_hidden_BTD.float(), reduction="none"
+            draft_hidden_BTD.to(dtype), target_hidden_BTD.to(dtype), reduction="none"
         ).mean(dim=-1)

@@ -27,6 +27,8 @@ sample_and_match: sample from q, accept when the target's own sample agrees: sum
 At temperature 0 they coincide.
 """
 
+PRIMARY_RULE = "speculative_sampling"
+
 ANALYTIC_CHUNK = 256
 """Positions turned into probabilities at once: bounds memory at a few [256, V] float32 arrays."""
 

@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from distill.metrics import intervals
+from distill.metrics.acceptance import PRIMARY_RULE
 from distill.metrics.intervals import Estimate, Floats, Statistic
+from distill.metrics.sentences import difference_sentence
 
 RATE_COLUMNS: Mapping[str, tuple[str, str]] = {
     "acceptance_rate": ("num_accepted", "num_tested"),
@@ -27,8 +29,6 @@ POSITION_COLUMNS: Mapping[str, tuple[str, str]] = {
 }
 
 T = TypeVar("T")
-
-PRIMARY_RULE = "speculative_sampling"
 
 
 @dataclass(frozen=True)
@@ -71,31 +71,39 @@ def compare(
 ) -> list[dict[str, Any]]:
     """``draft`` minus ``baseline`` on the SAME prompts, per temperature and task.
 
-    Pairing matters: prompts differ far more from each other than two drafts do on one prompt.
-
-    Raises:
-        AssertionError: the two were not run on the same prompts.
+    Pairing matters: prompts differ far more from each other than two drafts do on one prompt. A
+    prompt that only one of the two answered is left out; ``num_prompts`` counts the others. Each
+    row has the differences with their intervals and a plain ``sentence``.
     """
     table = []
     for temperature in _distinct(r.temperature for r in records):
         ours = _by_prompt(records, draft, temperature)
         theirs = _by_prompt(records, baseline, temperature)
-        if not ours or not theirs:
-            continue
-        assert ours.keys() == theirs.keys(), f"{draft} and {baseline} ran on different prompts"
-        for task in (None, *_distinct(r.task for r in ours.values())):
-            ids = [i for i, r in ours.items() if task is None or r.task == task]
-            a, b = [ours[i] for i in ids], [theirs[i] for i in ids]
-            row: dict[str, Any] = {"temperature": temperature, "task": task}
-            for name, (top, bottom) in RATE_COLUMNS.items():
-                columns = [_counts(a, top), _counts(a, bottom), _counts(b, top), _counts(b, bottom)]
-                row[name] = _estimate(columns, intervals.ratio_difference, seed).to_dict()
-            columns = [*_analytic(a, PRIMARY_RULE), *_analytic(b, PRIMARY_RULE)]
-            row["analytic_acceptance_rate"] = _estimate(
-                columns, intervals.ratio_difference, seed
-            ).to_dict()
-            table.append(row)
+        common = [i for i in ours if i in theirs]
+        for task in (None, *_distinct(ours[i].task for i in common)):
+            ids = [i for i in common if task is None or ours[i].task == task]
+            if not ids:
+                continue
+            row = _difference([ours[i] for i in ids], [theirs[i] for i in ids], seed)
+            names = {"temperature": temperature, "task": task, "num_prompts": len(ids)}
+            sentence = difference_sentence(
+                draft, baseline, row, temperature=temperature, num_prompts=len(ids)
+            )
+            table.append(names | row | {"sentence": sentence})
     return table
+
+
+def _difference(
+    a: Sequence[PromptRecord], b: Sequence[PromptRecord], seed: int
+) -> dict[str, dict[str, Any]]:
+    """Every rate of ``a`` minus that of ``b``, whose rows are the same prompts in order."""
+    row: dict[str, dict[str, Any]] = {}
+    for name, (top, bottom) in RATE_COLUMNS.items():
+        columns = [_counts(a, top), _counts(a, bottom), _counts(b, top), _counts(b, bottom)]
+        row[name] = _estimate(columns, intervals.ratio_difference, seed).to_dict()
+    columns = [*_analytic(a, PRIMARY_RULE), *_analytic(b, PRIMARY_RULE)]
+    row["analytic_acceptance_rate"] = _estimate(columns, intervals.ratio_difference, seed).to_dict()
+    return row
 
 
 def _cell(rows: Sequence[PromptRecord], *, num_draft_tokens: int, seed: int) -> dict[str, Any]:
@@ -118,6 +126,14 @@ def _cell(rows: Sequence[PromptRecord], *, num_draft_tokens: int, seed: int) -> 
             ).to_dict()
             for position in range(num_draft_tokens)
         ]
+    cell["accepted_length_histogram"] = [
+        _estimate(
+            [_counts_at(rows, "accepted_length_histogram", length), _counts(rows, "num_rounds")],
+            intervals.ratio,
+            seed,
+        ).to_dict()
+        for length in range(num_draft_tokens + 1)
+    ]
     by_rule = {
         rule: _estimate(_analytic(rows, rule), intervals.ratio, seed).to_dict()
         for rule in _distinct(rule for r in rows for rule in r.acceptance_sums)

@@ -18,6 +18,7 @@ from distill.models.loading import (
 from distill.models.resolve import (
     UNRESOLVED,
     ResolvedModel,
+    has_weights_here,
     model_revision,
     read_shape,
     resolve_model,
@@ -30,6 +31,7 @@ __all__ = [
     "ModelConfig",
     "ModelShape",
     "ResolvedModel",
+    "has_weights_here",
     "load_draft",
     "load_target",
     "load_tokenizer",

@@ -16,6 +16,7 @@ from distill.errors import ConfigError, ModelNotFoundError
 from distill.models.sources import is_path_like
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantize = Literal["none", "int8"]
 
 
 class ModelShape(Config):
@@ -55,6 +56,7 @@ class ModelConfig(Config):
         None, pattern=r"^[0-9a-f]{64}$", description="pin of the .gguf file, or of the wheel (pypi)"
     )
     dtype: Dtype = setting("auto", description="auto: the dtype of the weights file")
+    quantize: Quantize = setting("none", description="int8: weights of linear layers as bytes")
     device: str = setting("auto", in_fingerprint=False, description="auto, cpu, cuda or cuda:1")
     trust_remote_code: bool = False
     shape: ModelShape | None = setting(
@@ -71,6 +73,20 @@ class ModelConfig(Config):
         if base_dir is None or path.is_absolute() or not is_path_like(model):
             return model
         return os.path.normpath(Path(base_dir).absolute() / path)
+
+    @property
+    def unquantized(self) -> ModelConfig:
+        """The same model with the weights it was saved with."""
+        return self.model_copy(update={"quantize": "none"})
+
+    @model_validator(mode="after")
+    def _check_quantize(self) -> ModelConfig:
+        if self.quantize != "none" and self.dtype == "float16":
+            raise ConfigError(
+                f"quantize: {self.quantize} computes in bfloat16 or float32, and dtype is float16; "
+                "write dtype: bfloat16"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_pin(self) -> ModelConfig:

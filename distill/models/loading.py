@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 from distill.artifacts import Artifact
 from distill.errors import ConfigError, ModelNotFoundError
 from distill.models import sources
-from distill.models.config import Dtype, ModelConfig, ModelShape, check_shape, shape_of
+from distill.models.config import (
+    Dtype,
+    ModelConfig,
+    ModelShape,
+    Quantize,
+    check_shape,
+    shape_of,
+)
 from distill.models.resolve import ResolvedModel, resolve_model
 
 if TYPE_CHECKING:
@@ -37,7 +44,7 @@ class LoadedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
+        """The dtype it computes in: of the weights, unless they are quantised."""
         dtype: torch.dtype = self.model.dtype
         return dtype
 
@@ -52,7 +59,8 @@ def load_target(config: ModelConfig) -> LoadedModel:
 
     Raises:
         ModelNotFoundError: nowhere to be found, or the weights file lacks a weight.
-        ConfigError: ``config.shape`` is not the model's, or the device is not here.
+        ConfigError: ``config.shape`` is not the model's, the device is not here, or the model
+            cannot be quantised.
     """
     loaded = _load(config, resolve_model(config))
     loaded.model.requires_grad_(False)
@@ -60,16 +68,21 @@ def load_target(config: ModelConfig) -> LoadedModel:
 
 
 def load_draft(
-    source: Artifact | Path | str, *, dtype: Dtype = "auto", device: str = "auto"
+    source: Artifact | Path | str,
+    *,
+    dtype: Dtype = "auto",
+    device: str = "auto",
+    quantize: Quantize = "none",
 ) -> LoadedModel:
     """Load a draft from a model directory, or from an artifact that holds one in ``draft/``.
 
     Raises:
         ModelNotFoundError: no model there, or the weights file lacks a weight.
+        ConfigError: the device is not here, or the model cannot be quantised.
     """
     path = source.path if isinstance(source, Artifact) else Path(source)
     path = sources.model_directory(path)
-    config = ModelConfig(model=str(path.absolute()), dtype=dtype, device=device)
+    config = ModelConfig(model=str(path.absolute()), dtype=dtype, device=device, quantize=quantize)
     return _load(config, resolve_model(config))
 
 
@@ -106,6 +119,8 @@ def _load(config: ModelConfig, resolved: ResolvedModel) -> LoadedModel:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    from distill.models.quantization import quantize_model
+
     device = pick_device(config.device)
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     try:
@@ -128,6 +143,7 @@ def _load(config: ModelConfig, resolved: ResolvedModel) -> LoadedModel:
         )
     shape = check_shape(config, shape_of(model.config))
     tokenizer = _tokenizer_at(resolved.path, config.trust_remote_code)
+    quantize_model(model, config.quantize)
     return LoadedModel(model.to(device).eval(), tokenizer, resolved, shape)
 
 
@@ -182,10 +198,13 @@ def logits_from_hidden(model: PreTrainedModel, hidden_ND: torch.Tensor) -> torch
     Gemma caps with ``final_logit_softcapping``, Granite divides by ``logits_scaling``, Cohere
     multiplies by ``logit_scale``.
     """
+    from distill.models.quantization import Int8Linear
+
     head = model.get_output_embeddings()
     assert head is not None, "a causal language model has an output head"
     config = model.config.get_text_config()
-    logits_NV: torch.Tensor = head(hidden_ND.to(head.weight.dtype))
+    dtype = head.dtype if isinstance(head, Int8Linear) else head.weight.dtype
+    logits_NV: torch.Tensor = head(hidden_ND.to(dtype))
     if (scale := getattr(config, "logit_scale", None)) is not None:
         logits_NV = logits_NV * scale
     if (divisor := getattr(config, "logits_scaling", None)) is not None:

@@ -6,6 +6,7 @@ Refuses to know how weights are read into memory; only the GGUF conversion asks 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
 import tempfile
@@ -82,6 +83,30 @@ def resolve_model(config: ModelConfig, *, cache_dir: Path | None = None) -> Reso
             _checked_gguf_sha256(config, reference)
         path = _converted(config, reference, cache_dir)
     return ResolvedModel(config.model, path, model_revision(config))
+
+
+def has_weights_here(config: ModelConfig) -> bool:
+    """Whether the model could be loaded without fetching or converting anything.
+
+    Raises:
+        ModelNotFoundError: a malformed reference, or a .gguf file that is not there.
+    """
+    reference = sources.parse_reference(config.model)
+    path: Path | None
+    if reference.kind == "directory":
+        path = Path(reference.name)
+        path = path if (path / "config.json").is_file() else path / "draft"
+    elif reference.kind == "hub":
+        path = sources.cached_snapshot(reference.name, reference.revision)
+    else:
+        path = _conversion_path(config, reference, sources.default_cache_dir())
+    if path is None or not any(path.glob("*.safetensors")):
+        return False
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        return True
+    files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    return all((path / name).is_file() for name in files)
 
 
 def read_shape(config: ModelConfig) -> ModelShape | None:

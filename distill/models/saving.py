@@ -31,7 +31,13 @@ def save_model(
 
     The model is not changed. Tied heads are stored once and tied again on load. Saving the same
     weights twice gives the same bytes: no path, time or host is written.
+
+    Raises:
+        ConfigError: the model is quantised.
     """
+    from distill.models.quantization import require_full_precision
+
+    require_full_precision(model, "save")
     directory.mkdir(parents=True, exist_ok=True)
     before = getattr(model, "generation_config", None)
     try:

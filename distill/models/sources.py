@@ -274,6 +274,18 @@ def hub_snapshot(repo: str, revision: str | None, *, with_code: bool, weights: b
     return Path(path)
 
 
+def cached_snapshot(repo: str, revision: str | None) -> Path | None:
+    """The snapshot that :func:`hub_snapshot` would give, if it is in the cache. Fetches nothing."""
+    from huggingface_hub import snapshot_download
+
+    commit = hub_commit(repo, revision)
+    try:
+        with quiet():
+            return Path(snapshot_download(repo, revision=commit or revision, local_files_only=True))
+    except (OSError, ValueError):  # that it is not there is the answer
+        return None
+
+
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 

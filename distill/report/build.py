@@ -11,9 +11,10 @@ from typing import Any
 
 from distill.artifacts import Artifact
 from distill.errors import ArtifactError
-from distill.metrics.verdict import DISTILLED, UNDISTILLED
+from distill.metrics import self_tests
+from distill.metrics.verdict import gate_failures
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 DEFINITIONS = {
     "acceptance_rate": "Draft tokens accepted / TESTED, counted while decoding (alpha). Tokens "
@@ -26,19 +27,40 @@ DEFINITIONS = {
     "included: 1 for plain decoding, at most the number of draft tokens + 1.",
     "acceptance_by_position": "Probability that the i-th draft token of a block is accepted, "
     "unconditional.",
+    "conditional_acceptance_by_position": "The same, given that every earlier draft token of the "
+    "block was accepted.",
+    "accepted_length_histogram": "Share of the blocks of which exactly n draft tokens are "
+    "accepted, n = 0, 1, ...",
+    "analytic_acceptance_rate_by_rule": "The analytic rate under the rules of other runtimes: "
+    "p(argmax q) for a greedy draft, sum_v p q for exact matches of two samples.",
+    "break_even_acceptance_rate": "The smallest alpha, equal at every position, at which some "
+    "number of draft tokens is no slower than plain decoding.",
+    "share_of_loss": "Share of the lost acceptance (1 - alpha, summed over positions).",
+    "top_k_ceiling": "Mean probability on the target's k likeliest tokens: what a draft trained "
+    "on a renormalised top-k store can reach.",
+    "detectable_total_variation": "The change of the law, as total variation, that the test of "
+    "sampled tokens would have found with 80% probability, if it is between the test's cells.",
+    "rest_mass": "The target's probability on the cells of many tokens: a change inside them "
+    "is not seen by that test.",
     "draft_cost_ratio": "Time of one draft step / time of one plain target step (c).",
     "verify_cost_ratio": "Time of the target on n tokens / on one (v).",
     "predicted_speedup": "Tokens per target call / (K c + v(K + 1)), from the measured acceptance "
     "by position and the measured costs.",
     "speedup": "Tokens per second over the same engine decoding without a draft, batch 1, "
     "interleaved runs.",
-    "efficiency": "Measured / predicted speedup: what the decoding loop loses.",
+    "efficiency": "Measured / predicted speedup. The prediction leaves out the prompt's own pass, "
+    "which both ways of decoding pay and the clock includes, and the decoding loop; and its "
+    "acceptance is that of all prompts, not of the few that were timed.",
     "interval": "95% percentile bootstrap over prompts.",
 }
 
 
-def build_report(name: str, artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
+def build_report(
+    name: str, artifacts: Mapping[str, Artifact], *, gate: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Gather a run's artifacts (``generate``, ``distill``, ``measure``, others welcome).
+
+    ``gate``: the bounds of ``measure.gate``, judged here: moving a bound measures nothing again.
 
     Raises:
         ArtifactError: no ``measure`` artifact among them, or one filed under the wrong name.
@@ -55,19 +77,15 @@ def build_report(name: str, artifacts: Mapping[str, Artifact]) -> dict[str, Any]
     acceptance = json.loads(measure.file("acceptance.json").read_text(encoding="utf-8"))
     timing = measure.metrics.get("timing", {})
     manifest = measure.manifest
-    return {
+    copied = {key: value for key, value in acceptance.items() if key != "schema_version"}
+    return copied | {
         "schema_version": SCHEMA_VERSION,
         "name": name,
         "measured": manifest.finished,
         "target": _target(measure),
         "verdict": measure.metrics["verdict"],
+        "gate": None if gate is None else _gate(gate, acceptance, timing),
         "summary": _summary(acceptance, timing),
-        "num_draft_tokens": acceptance["num_draft_tokens"],
-        "temperatures": acceptance["temperatures"],
-        "drafts": acceptance["drafts"],
-        "cells": acceptance["cells"],
-        "differences": acceptance["differences"],
-        "lossless": acceptance["lossless"],
         "timing": timing,
         "training": _training(artifacts.get("distill")),
         "data": dict(artifacts["generate"].metrics) if "generate" in artifacts else {},
@@ -84,6 +102,20 @@ def build_report(name: str, artifacts: Mapping[str, Artifact]) -> dict[str, Any]
     }
 
 
+def _gate(
+    bounds: Mapping[str, Any], acceptance: Mapping[str, Any], timing: Mapping[str, Any]
+) -> dict[str, Any]:
+    failures = gate_failures(
+        bounds,
+        acceptance["cells"],
+        acceptance["lossless"],
+        timing,
+        draft=acceptance["primary"],
+        faults=self_tests.failures(acceptance["self_tests"]),
+    )
+    return {"bounds": dict(bounds), "failures": failures, "is_passed": not failures}
+
+
 def _target(measure: Artifact) -> dict[str, Any]:
     config = measure.manifest.config.get("target", {})
     return {
@@ -96,9 +128,10 @@ def _target(measure: Artifact) -> dict[str, Any]:
 def _summary(acceptance: Mapping[str, Any], timing: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One row per temperature: before, after, predicted and measured."""
     rows = []
+    draft, baseline = acceptance["primary"], acceptance["baseline"]
     for temperature in acceptance["temperatures"]:
-        after = _pooled(acceptance["cells"], DISTILLED, temperature)
-        before = _pooled(acceptance["cells"], UNDISTILLED, temperature)
+        after = _pooled(acceptance["cells"], draft, temperature)
+        before = baseline and _pooled(acceptance["cells"], baseline, temperature)
         difference = next(
             (
                 row
@@ -108,8 +141,8 @@ def _summary(acceptance: Mapping[str, Any], timing: Mapping[str, Any]) -> list[d
             None,
         )
         runs = [r for r in timing.get("runs", []) if r["temperature"] == temperature]
-        ours = next((r for r in runs if r["draft"] == DISTILLED), None)
-        rivals = [r for r in runs if r["draft"] != DISTILLED]
+        ours = next((r for r in runs if r["draft"] == draft), None)
+        rivals = [r for r in runs if r["draft"] != draft]
         rows.append(
             {
                 "temperature": temperature,

@@ -18,13 +18,14 @@ from matplotlib.ticker import MaxNLocator
 # Stand-ins that matplotlib accepts as colours, replaced by CSS variables in the finished SVG.
 INK, FAINT = "#010101", "#020202"
 _VARIABLES = {INK: "var(--ink)", FAINT: "var(--line)"}
-SERIES = ("#030303", "#040404", "#050505")
+SERIES = ("#030303", "#040404", "#050505", "#060606", "#070707", "#080808")
 _VARIABLES |= {colour: f"var(--series-{i})" for i, colour in enumerate(SERIES)}
-MARKERS = ("o", "s", "D")
+MARKERS = ("o", "s", "D", "^", "v", "P")
 LABELS = {
     "distilled": "distilled draft",
     "undistilled": "undistilled draft",
     "prompt_lookup": "prompt lookup",
+    "draft": "draft",
 }
 
 _STYLE: Any = {
@@ -71,18 +72,19 @@ def acceptance_by_task(report: Mapping[str, Any]) -> str | None:
                 if (c["draft"], c["temperature"]) == (draft, temperature)
             }
             rows = [(i, mine[t]) for i, t in enumerate(tasks) if t in mine]
-            offset = (index - (len(drafts) - 1) / 2) * 0.24
+            offset = (index - (len(drafts) - 1) / 2) * min(0.24, 0.8 / len(drafts))
             _intervals(
                 axes,
                 positions=[i + offset for i, _ in rows],
                 estimates=[e for _, e in rows],
                 draft=draft,
+                drafts=report["drafts"],
                 horizontal=True,
             )
         axes.set_yticks(range(len(tasks)), ["all tasks" if t is None else t for t in tasks])
         axes.set_ylim(len(tasks) - 0.5, -0.5)
         axes.grid(visible=False, axis="y")
-        axes.set_xlim(0, 1)
+        axes.set_xlim(-0.03, 1.03)
         axes.set_xlabel("analytic acceptance rate")
 
     height = 1.3 + 0.42 * len(tasks)
@@ -101,8 +103,8 @@ def acceptance_by_position(report: Mapping[str, Any]) -> str | None:
                     continue
                 estimates = cell["acceptance_by_position"]
                 known = [(i + 1, e) for i, e in enumerate(estimates) if e["value"] is not None]
-                _line(axes, [i for i, _ in known], [e for _, e in known], draft)
-        axes.set_ylim(0, 1.02)
+                _line(axes, [i for i, _ in known], [e for _, e in known], draft, report["drafts"])
+        axes.set_ylim(-0.03, 1.03)
         axes.set_xticks(range(1, report["num_draft_tokens"] + 1))
         axes.set_xlabel("position in the block")
         axes.set_ylabel("accepted")
@@ -123,7 +125,7 @@ def speedup_by_depth(report: Mapping[str, Any]) -> str | None:
     def draw(axes: Axes, temperature: float) -> None:
         axes.axhline(1.0, color=INK, linewidth=1, linestyle=(0, (4, 3)))
         for draft in report["drafts"]:
-            colour, _ = _look(draft)
+            colour, _ = _look(draft, report["drafts"])
             for plan in plans:
                 if (plan["draft"], plan["temperature"]) == (draft, temperature):
                     depths = [0, *(point["num_draft_tokens"] for point in plan["curve"])]
@@ -136,6 +138,7 @@ def speedup_by_depth(report: Mapping[str, Any]) -> str | None:
                         positions=[run["num_draft_tokens"]],
                         estimates=[run["speedup"]],
                         draft=draft,
+                        drafts=report["drafts"],
                         label="",
                     )
         axes.set_xlabel("draft tokens per target call")
@@ -191,9 +194,9 @@ def _panels(
         return _svg(figure, name)
 
 
-def _look(draft: str) -> tuple[str, str]:
+def _look(draft: str, drafts: Sequence[str]) -> tuple[str, str]:
     """Colour and marker: both, so that a plot reads without colour."""
-    index = list(LABELS).index(draft) if draft in LABELS else 0
+    index = drafts.index(draft)
     return SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)]
 
 
@@ -210,10 +213,11 @@ def _intervals(
     positions: Sequence[float],
     estimates: Sequence[Mapping[str, Any]],
     draft: str,
+    drafts: Sequence[str],
     horizontal: bool = False,
     label: str | None = None,
 ) -> None:
-    colour, marker = _look(draft)
+    colour, marker = _look(draft, drafts)
     values = [e["value"] for e in estimates]
     axes.errorbar(
         values if horizontal else positions,
@@ -228,9 +232,13 @@ def _intervals(
 
 
 def _line(
-    axes: Axes, positions: Sequence[int], estimates: Sequence[Mapping[str, Any]], draft: str
+    axes: Axes,
+    positions: Sequence[int],
+    estimates: Sequence[Mapping[str, Any]],
+    draft: str,
+    drafts: Sequence[str],
 ) -> None:
-    colour, marker = _look(draft)
+    colour, marker = _look(draft, drafts)
     axes.plot(
         positions,
         [e["value"] for e in estimates],

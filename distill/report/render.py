@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 
 MISSING = "–"
 
+RULE_NAMES = {
+    "speculative_sampling": "speculative sampling",
+    "draft_argmax": "argmax draft (vLLM, llama.cpp)",
+    "sample_and_match": "sample and match (MLX, exllama)",
+}
+
 
 def write_report(directory: Path, report: Mapping[str, Any]) -> list[Path]:
     """Write report.json and report.html (no external file, no network); returns their paths."""
@@ -51,12 +57,22 @@ def render_html(report: Mapping[str, Any]) -> str:
         "estimate_range": estimate_range,
         "range": spread_range,
         "scalars": scalars,
+        "quoted": quoted,
+        "skipped": skipped_sentence,
     }
     source = resources.files("distill").joinpath("templates/report.html.j2")
     template = environment.from_string(source.read_text(encoding="utf-8"))
     # The SVG is markup of our own making; its only text from a run is escaped by matplotlib.
     svg = {name: Markup(text) if text else None for name, text in drawings.items()}
-    return template.render(report=report, plots=svg, labels=plots.LABELS, trained=trained(report))
+    return template.render(
+        report=report,
+        plots=svg,
+        labels=plots.LABELS,
+        trained=trained(report),
+        names=RULE_NAMES,
+        self_tests=self_tests_sentence(report["self_tests"]),
+        has_failed_tests=any(t["is_passed"] is False for t in report["self_tests"]),
+    )
 
 
 def report_table(report: Mapping[str, Any]) -> Table:
@@ -75,6 +91,13 @@ def report_table(report: Mapping[str, Any]) -> Table:
         table.add_row(label, *cells)
     notes = [f"draft: {trained(report)}"] if trained(report) else []
     notes += [f"why: {reason}" for reason in verdict["reasons"]]
+    notes += [f"compared: {sentence}" for sentence in sentences(report)]
+    if report["gate"] is not None:
+        outcome = "passed" if report["gate"]["is_passed"] else "failed"
+        notes += [f"gate {outcome}", *(f"gate: {text}" for text in report["gate"]["failures"])]
+    if report["num_skipped"]:
+        notes.append(f"skipped: {skipped_sentence(report)}")
+    notes.append(f"checked: {self_tests_sentence(report['self_tests'])}")
     notes += [f"{stage}: {artifact['path']}" for stage, artifact in report["artifacts"].items()]
     table.caption = Text("\n".join(notes), overflow="fold")
     return table
@@ -88,9 +111,13 @@ def summary_lines(summary: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[
         ("acceptance_rate", "acceptance rate, decoded", "percent"),
         ("block_efficiency", "block efficiency", "number"),
     ):
+        has_before = any(row[metric]["before"] for row in summary)
         for moment in ("before", "after"):
             texts = [estimate(row[metric][moment], unit) for row in summary]
-            lines.append((f"{label}, {moment}", texts))
+            if moment == "after" and not has_before:
+                lines.append((label, texts))
+            elif has_before:
+                lines.append((f"{label}, {moment}", texts))
     timed = [row["timed"] or {} for row in summary]
     depths = [str(run.get("num_draft_tokens", MISSING)) for run in timed]
     rivals = [row["strongest_rival"] for row in summary]
@@ -105,6 +132,33 @@ def summary_lines(summary: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[
             [f"{r['draft']} {times(r['speedup']['value'])}" if r else MISSING for r in rivals],
         ),
     ]
+
+
+def sentences(report: Mapping[str, Any]) -> list[str]:
+    """What the paired comparisons over all tasks say."""
+    return [row["sentence"] for row in report["differences"] if row["task"] is None]
+
+
+def self_tests_sentence(tests: Sequence[Mapping[str, Any]]) -> str:
+    """How many self-tests passed, failed and could not be judged: not judged is not passed."""
+    passed, failed, unjudged = (
+        sum(t["is_passed"] is outcome for t in tests) for outcome in (True, False, None)
+    )
+    text = f"{passed} of {len(tests)} self-tests of this measurement passed"
+    if failed:
+        text += f", {failed} failed"
+    if unjudged:
+        text += f", {unjudged} {'was' if unjudged == 1 else 'were'} not judged"
+    return text
+
+
+def skipped_sentence(report: Mapping[str, Any]) -> str:
+    """How many prompts were left out, and why."""
+    number, measured = report["num_skipped"], report["num_prompts"]
+    return (
+        f"{number} of {number + measured} prompts, for the target's context has no room for them "
+        "and an answer"
+    )
 
 
 def headline(verdict: Mapping[str, Any]) -> str:
@@ -199,6 +253,11 @@ def estimate_value(value: Mapping[str, Any] | None, unit: str = "percent") -> st
 def spread_range(value: Mapping[str, Any]) -> str:
     """The range of a timing: 20.9 to 21.8"""
     return f"{value['minimum']:.1f} to {value['maximum']:.1f}"
+
+
+def quoted(text: str) -> str:
+    """A token as text, its white space visible: " the" and "\\n"."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def scalars(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

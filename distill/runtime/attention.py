@@ -82,10 +82,10 @@ def ragged_mask(
 def _register() -> None:
     from transformers import AttentionInterface
 
-    AttentionInterface.register(_NAME, ragged_attention)
+    AttentionInterface.register(_NAME, _for_transformers)
 
 
-def ragged_attention(
+def _for_transformers(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -95,6 +95,17 @@ def ragged_attention(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
+    assert dropout == 0.0
+    return ragged_attention(query, key, value, attention_mask, scaling), None
+
+
+def ragged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+) -> Tensor:
     """Attention whose query heads share their key/value head without copying it.
 
     The G query heads of a key/value head become G times as many queries of that head, which on a
@@ -104,8 +115,10 @@ def ragged_attention(
     Args:
         query: [B, H * G, S, D]; key, value: [B, H, L, D].
         attention_mask: additive [B, 1, G * S, L]; None for causal (S > 1) or full (S = 1).
+
+    Returns:
+        [B, S, H * G, D].
     """
-    assert dropout == 0.0
     batch, num_heads, num_tokens, width = query.shape
     group = num_heads // key.shape[1]
     if attention_mask is None and num_tokens > 1:
@@ -116,7 +129,7 @@ def ragged_attention(
             is_causal=True,
             scale=scaling,
         )
-        return output.transpose(1, 2), None
+        return output.transpose(1, 2)
     if attention_mask is not None and attention_mask.shape[2] != group * num_tokens:
         attention_mask = attention_mask[:, :, :num_tokens].repeat(1, 1, group, 1)
     grouped = query.reshape(batch, key.shape[1], group * num_tokens, width)
@@ -126,7 +139,7 @@ def ragged_attention(
         output = F.scaled_dot_product_attention(
             grouped, key, value, attn_mask=attention_mask, scale=scaling
         )
-    return output.reshape(batch, num_heads, num_tokens, -1).transpose(1, 2), None
+    return output.reshape(batch, num_heads, num_tokens, -1).transpose(1, 2)
 
 
 def _has_many_small_products(query: Tensor) -> bool:

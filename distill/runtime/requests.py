@@ -7,7 +7,7 @@ Legend: T emitted tokens, D width.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,14 +15,25 @@ import torch
 from torch import Tensor
 
 from distill.errors import ConfigError, ContextLengthError, PairMismatchError, SamplingError
+from distill.logit_edits import LogitsProcessor, check_processors
 from distill.runtime.commit import CommitRules, DecodeText, FinishReason, trim_at_stop_string
+from distill.runtime.draft_length import RowDraftLength
 from distill.runtime.stats import DecodeStats
 from distill.sampling import SamplingConfig
+
+Prompts = Sequence[str | Sequence[int] | Sequence[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
 class DecodeRequest:
-    """One prompt and how to answer it. ``num_draft_tokens`` None: the engine's own number."""
+    """One prompt and how to answer it.
+
+    num_draft_tokens: None: as the engine decides.
+    logits_processors: run after this library's own edits and before the temperature, on target
+        and draft alike, see ``logit_edits``.
+    is_control: every draft is rejected by force, so that what is decided is plain decoding while
+        what is computed has the width of speculation, see ``runtime.lossless``.
+    """
 
     prompt_token_ids: Sequence[int]
     max_new_tokens: int
@@ -32,6 +43,8 @@ class DecodeRequest:
     stop_strings: tuple[str, ...] = ()
     num_draft_tokens: int | None = None
     request_id: str = ""
+    logits_processors: Sequence[LogitsProcessor] = ()
+    is_control: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,6 +76,28 @@ class DecodeResult:
     logsumexp_T: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class RowRound:
+    """What one round gives to one row, worked out before any row takes anything.
+
+    num_asked, num_drafted: draft tokens the row wanted, and those that could be judged.
+    num_accepted: the verification's answer; what the commit cut off shows in ``token_ids``.
+    """
+
+    num_asked: int
+    num_drafted: int
+    num_accepted: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    hidden_TD: Tensor | None = None
+    logsumexp_T: Tensor | None = None
+
+    @property
+    def num_drafted_to_observe(self) -> int:
+        """What a draft length may know of the number, see ``RowDraftLength.observe``."""
+        return self.num_drafted if self.num_accepted == self.num_drafted else self.num_asked
+
+
 @dataclass
 class Row:
     """One request in progress: its tokens and its ledger of (proposed, accepted, emitted)."""
@@ -70,6 +105,7 @@ class Row:
     handle: int
     request: DecodeRequest
     rules: CommitRules
+    draft_length: RowDraftLength
     token_ids: list[int]  # prompt and output
     num_prompt_tokens: int
     finish_reason: FinishReason | None = None
@@ -79,7 +115,13 @@ class Row:
 
     @classmethod
     def of(
-        cls, handle: int, request: DecodeRequest, max_length: int, decode_text: DecodeText | None
+        cls,
+        handle: int,
+        request: DecodeRequest,
+        max_length: int,
+        *,
+        draft_length: RowDraftLength,
+        decode_text: DecodeText | None,
     ) -> Row:
         """Start a row from its request, for a context of ``max_length`` tokens."""
         return cls(
@@ -92,6 +134,7 @@ class Row:
                 stop_strings=request.stop_strings,
                 decode_text=decode_text,
             ),
+            draft_length=draft_length,
             token_ids=list(request.prompt_token_ids),
             num_prompt_tokens=len(request.prompt_token_ids),
         )
@@ -111,6 +154,16 @@ class Row:
         """How many tokens were emitted so far: the counter of the row's random numbers."""
         return len(self.token_ids) - self.num_prompt_tokens
 
+    def take(self, found: RowRound) -> RowUpdate:
+        """Go on by one round; nothing here can fail."""
+        self.token_ids.extend(found.token_ids)
+        self.rounds.append((found.num_drafted, found.num_accepted, len(found.token_ids)))
+        if found.hidden_TD is not None and found.logsumexp_T is not None:
+            self.hidden.append(found.hidden_TD)
+            self.logsumexp.append(found.logsumexp_T)
+        self.finish_reason = found.finish_reason
+        return RowUpdate(self.handle, found.token_ids, found.finish_reason)
+
     def result(self) -> DecodeResult:
         """The answer so far."""
         token_ids = self.output_token_ids
@@ -125,8 +178,8 @@ class Row:
             text=text,
             finish_reason=self.finish_reason,
             stats=DecodeStats.from_rounds(self.rounds),
-            hidden_TD=torch.cat(self.hidden)[: len(token_ids)] if self.hidden else None,
-            logsumexp_T=torch.cat(self.logsumexp)[: len(token_ids)] if self.logsumexp else None,
+            hidden_TD=torch.cat(self.hidden) if self.hidden else None,
+            logsumexp_T=torch.cat(self.logsumexp) if self.logsumexp else None,
         )
 
 
@@ -137,6 +190,7 @@ def check_request(
     vocabulary_size: int,
     num_input_ids: int,
     has_tokenizer: bool,
+    device: torch.device | str = "cpu",
 ) -> None:
     """Refuse what could only fail in the middle of a round, where others share the batch.
 
@@ -144,6 +198,7 @@ def check_request(
         ContextLengthError: the prompt leaves no room for a single token.
         PairMismatchError: a prompt token id is not in the target's vocabulary.
         SamplingError: the settings exclude every token, or name ids that do not exist.
+        LogitsProcessorError: a processor that remembers, or gives back no logits.
         ConfigError: an empty prompt or budget, or stop strings without a tokenizer.
     """
     prompt = request.prompt_token_ids
@@ -171,13 +226,13 @@ def check_request(
         raise ConfigError("Stop strings need a tokenizer. Give the engine the target's.")
     if not all(request.stop_strings):
         raise ConfigError("An empty stop string would stop everything. Leave it out.")
-    listed = {*sampling.logit_bias, *sampling.bad_token_ids}
+    listed = sampling.listed_token_ids
     if listed and max(listed) >= vocabulary_size:
         raise SamplingError(
-            f"Token id {max(listed)} in logit_bias or bad_token_ids is outside the target's "
-            f"{vocabulary_size} ids. Use ids of the target's own tokenizer."
+            f"Token id {max(listed)} in logit_bias, bad_token_ids or bad_words_ids is outside the "
+            f"target's {vocabulary_size} ids. Use ids of the target's own tokenizer."
         )
-    banned = set(sampling.bad_token_ids)
+    banned = {*sampling.bad_token_ids, *(w[0] for w in sampling.bad_words_ids if len(w) == 1)}
     if sampling.min_tokens:
         banned |= {i for i in request.stop_token_ids if i < vocabulary_size}
     if len(banned) >= vocabulary_size:
@@ -185,6 +240,29 @@ def check_request(
             f"bad_token_ids and min_tokens exclude all {vocabulary_size} ids of the target. "
             "Leave at least one."
         )
+    check_processors(
+        request.logits_processors,
+        prompt_token_ids=prompt,
+        vocabulary_size=vocabulary_size,
+        stop_token_ids=request.stop_token_ids,
+        device=device,
+    )
+
+
+def all_prompt_token_ids(tokenizer: Any, prompts: Prompts) -> list[list[int]]:
+    """Token ids of every prompt of a list.
+
+    Raises:
+        ConfigError: one prompt where a list of them is expected, or no prompt at all in its place.
+    """
+    if isinstance(prompts, str):
+        raise ConfigError("prompts is one text; give a list of prompts, such as [text]")
+    items = list(prompts)
+    if isinstance(prompts, Mapping) or any(isinstance(item, Mapping) for item in items):
+        raise ConfigError(
+            "prompts is one conversation; give a list of prompts, such as [[message, message]]"
+        )
+    return [prompt_token_ids(tokenizer, prompt) for prompt in items]
 
 
 def prompt_token_ids(
@@ -193,7 +271,13 @@ def prompt_token_ids(
     """Token ids of a text, of chat messages, or of ids (a list, an array or a tensor)."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
-    items = list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
+    found = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(found, Iterable):
+        raise ConfigError(
+            f"a prompt is a text, a list of messages or a list of token ids, not {found!r}; "
+            "prompts is a list of them, such as [[5, 6, 7]]"
+        )
+    items = list(found)
     if items and all(isinstance(item, Mapping) for item in items):
         if not tokenizer.chat_template:
             raise ConfigError(

@@ -107,12 +107,16 @@ class _Call:
     num_draft_tokens: int
     head: dict[str, Any]
     include_usage: bool
+    return_token_ids: bool
     ticket: Ticket
     events: asyncio.Queue[Event]
     started_s: float
 
     def whole(self, event: Finished) -> str:
         choice = self.dialect.choice(event.whole_text, event.finish_reason)
+        if self.return_token_ids:
+            choice.prompt_token_ids = list(self.request.prompt_token_ids)
+            choice.token_ids = list(event.result.token_ids)
         return Response(
             **self.head,
             object=self.dialect.object,
@@ -177,6 +181,7 @@ class _Service:
             ),
             head={"id": answer_id, "created": int(time.time()), "model": self._pair.model_id},
             include_usage=asked.include_usage,
+            return_token_ids=bool(asked.return_token_ids),
             ticket=self._submit(request, events),
             events=events,
             started_s=time.monotonic(),

@@ -129,6 +129,9 @@ class GenerationRequest(_Wire):
     stop: tuple[Text, ...] = ()
     seed: int | None = Field(None, ge=0, lt=2**63)
     user: str | None = Field(None, description="Who asks; never changes the answer.")
+    return_token_ids: bool | None = Field(
+        None, description="Add the token ids of prompt and answer to a whole (unstreamed) answer."
+    )
     num_draft_tokens: int | None = Field(
         None, ge=0, description="Draft tokens per target call, at most the server's own; 0 = none."
     )
@@ -165,6 +168,8 @@ class GenerationRequest(_Wire):
     def _check_together(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream=true")
+        if self.return_token_ids and self.stream:
+            raise ValueError("return_token_ids needs stream=false")
         budget = self.token_budget
         if budget is not None and self.min_tokens is not None and self.min_tokens > budget:
             raise ValueError(f"min_tokens={self.min_tokens} is above the token budget of {budget}")
@@ -181,7 +186,10 @@ class GenerationRequest(_Wire):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self) -> SamplingConfig:
-        """The sampling settings; what wasn't sent keeps the library's default."""
+        """The sampling settings; what wasn't sent keeps the library's default.
+
+        Raises ApiError (400) for a value that the library takes from nobody.
+        """
         names = (
             "temperature",
             "top_k",
@@ -194,7 +202,10 @@ class GenerationRequest(_Wire):
             "min_tokens",
         )
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return SamplingConfig(**given)
+        try:
+            return SamplingConfig(**given)
+        except ValidationError as error:
+            raise _as_api_error(error, type(self)) from error
 
 
 class CompletionRequest(GenerationRequest):

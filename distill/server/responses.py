@@ -72,7 +72,10 @@ class ChatReply(BaseModel):
 
 
 class Choice(BaseModel):
-    """One answer. `text` for completions; `message` (whole) or `delta` (streamed) for chat."""
+    """One answer. `text` for completions; `message` (whole) or `delta` (streamed) for chat.
+
+    `prompt_token_ids` and `token_ids` (its stop token included) only when asked for.
+    """
 
     index: int = 0
     text: str | None = None
@@ -80,6 +83,8 @@ class Choice(BaseModel):
     delta: ChatReply | None = None
     logprobs: None = None
     finish_reason: FinishReason | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 class Response(BaseModel):

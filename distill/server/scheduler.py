@@ -19,7 +19,7 @@ from distill.errors import DistillError, ServerError
 from distill.runtime.commit import FinishReason
 from distill.runtime.decode import DecodeRequest, DecodeResult, RowUpdate
 from distill.runtime.stats import DecodeStats
-from distill.server.text import Decoder, TextStream
+from distill.runtime.text import Decoder, TextStream
 
 logger = logging.getLogger(__name__)
 

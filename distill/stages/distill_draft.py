@@ -10,20 +10,24 @@ Payload:
 ``draft_vocabulary.json`` (with ``vocabulary_size``)
     ``token_ids``, the ids the draft may propose, ascending, and ``coverage``, their share of the
     target's own output tokens. Outside them its probability is zero by decree, not by its head.
+``importance_samples.json`` (where layers or widths were chosen by importance)
+    ``token_ids``, the rows of the target's answers it was measured on.
 ``training_log.jsonl``
     one line an optimiser step (``loss``, ``grad_norm``, ...) and one a held-out evaluation
-    (``held_out``), from step 0, the undistilled draft. No times: those are in the metrics.
+    (``held_out``, and ``decoded`` where a real decode was due), from step 0, the undistilled draft.
+    No times: those are in the metrics.
+
+Under a launcher every process trains; the first alone writes. What follows a run while it trains
+(``trackers``) is beside the artifacts, in ``logs/``.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +40,42 @@ from distill.initialization import (
     ExistingConfig,
     InitializationConfig,
     PrunedConfig,
+    Samples,
     ScratchConfig,
-    initialize,
+    Start,
+    read_samples,
+    start_draft,
+    stored_samples,
+    write_samples,
 )
-from distill.lineage import check_same_target, fingerprints_of
+from distill.lineage import check_same_quantization, check_same_target, fingerprints_of
 from distill.losses.head import head_of
-from distill.models import LoadedModel, ModelConfig, load_target, model_revision, save_model
+from distill.models import (
+    LoadedModel,
+    ModelConfig,
+    load_draft,
+    load_target,
+    model_revision,
+    save_model,
+)
+from distill.models.quantization import quantize_model
+from distill.stages.distill_run import Asked, Live, run_training
+from distill.stages.distill_sources import (
+    check_heads,
+    check_losses,
+    load_reference,
+    needs_target,
+    open_sources,
+)
+from distill.target_store.files import kind_in
 from distill.training.config import LossPhase, TrainingConfig
-from distill.training.data import TargetStates, read_rows
-from distill.training.loop import OnStep, TrainingData, TrainingResult, train
+from distill.training.data import read_rows
+from distill.training.held_out_rows import read_selection_rows
+from distill.training.mixture import check_mixable, mix_rollouts
+from distill.training.processes import device_of_rank
+from distill.training.run import TrainingData, TrainingResult
+from distill.training.trackers import require_package
+from distill.training.trl_engine import check_for_trl
 from distill.training.vocabulary import (
     DraftVocabulary,
     choose_vocabulary,
@@ -68,10 +99,9 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 STAGE = "distill"
-CODE_VERSION = 1
+CODE_VERSION = 3
 LOG_FILE = "training_log.jsonl"
-
-_LOG_EVERY_S = 10.0
+LOGS_DIR = "logs"
 
 
 class DistillConfig(TrainingConfig):
@@ -96,19 +126,21 @@ def distill_key(
     """The key of what :func:`distill_draft` would build; ``inputs``: artifacts or fingerprints.
 
     Raises:
-        ArtifactError: ``inputs`` is not exactly {"generate": ...}.
+        ArtifactError: ``inputs`` has no "generate", or what is neither "rollouts" nor "distill".
         ModelNotFoundError: a model is a path, and nothing is there.
     """
-    if set(inputs) != {"generate"}:
+    if "generate" not in inputs or not set(inputs) <= {"generate", "rollouts", "distill"}:
         raise ArtifactError(
-            f"distill reads one artifact, 'generate', but was given: {', '.join(inputs) or 'none'}"
+            f"distill reads 'generate', and may read 'rollouts' and an earlier 'distill', but was "
+            f"given: {', '.join(inputs) or 'none'}"
         )
     revisions = {"target": model_revision(config.target)}
     if isinstance(config.initialization, ExistingConfig):
         revisions["initialization"] = model_revision(config.initialization.model)
-    return store.key(
-        STAGE, CODE_VERSION, config, inputs=fingerprints_of(inputs), revisions=revisions
-    )
+    if config.reference is not None:
+        revisions["reference"] = model_revision(config.reference)
+    used = config.as_used(has_rollouts="rollouts" in inputs)
+    return store.key(STAGE, CODE_VERSION, used, inputs=fingerprints_of(inputs), revisions=revisions)
 
 
 def distill_draft(
@@ -120,9 +152,13 @@ def distill_draft(
 ) -> Artifact:
     """Train a draft on what generate stored. Resumes what was killed; returns what is built.
 
+    With ``inputs["rollouts"]``, text the draft wrote makes up ``rollout_fraction`` of the training
+    text; with ``inputs["distill"]`` the draft starts as that training left it.
+
     Raises:
         ArtifactError: ``inputs["generate"]`` is missing, of another stage or another target's.
-        ConfigError: settings that do not fit the target or the answers.
+        ConfigError: settings that do not fit the target or the answers, such as a loss that
+            cannot be taken from what generate kept of the target.
         PairMismatchError: an existing draft that reads token ids differently from the target.
         TrainingError: nothing to train on, or a loss that is not a number.
     """
@@ -134,8 +170,33 @@ def distill_draft(
         reference=config.target.model,
         revision=key.parts["revisions"]["target"],
     )
+    check_same_quantization(generated, name="generate", quantize=config.target.quantize)
+    check_losses(config, generated)
+    for name in set(inputs) - {"generate"}:
+        check_same_target(
+            inputs[name].expect(name),
+            name=name,
+            reference=config.target.model,
+            revision=key.parts["revisions"]["target"],
+        )
+    if "rollouts" in inputs:
+        check_mixable(generated)
+    if config.engine == "trl":
+        check_for_trl(
+            config, vocabulary_size=config.vocabulary_size, has_rollouts="rollouts" in inputs
+        )
+    for name in config.trackers:
+        require_package(name)
+    device = device_of_rank(config.target.device)
+    config = config.model_copy(
+        update={"target": config.target.model_copy(update={"device": device})}
+    )
+    live = Live(store.root / LOGS_DIR, f"{STAGE}-{key.fingerprint[:12]}")
     return store.get_or_build(
-        key, lambda directory: _build(config, generated, directory), rebuild=rebuild
+        key,
+        lambda directory: _build(config, inputs, directory, live),
+        rebuild=rebuild,
+        every_rank=True,
     )
 
 
@@ -144,64 +205,137 @@ def build_undistilled(
 ) -> LoadedModel:
     """Return the draft as it is before training, what ``measure`` compares with.
 
-    It follows from the config alone; ``inputs`` is accepted because every stage function has it.
+    It follows from the config alone, and where importance was measured, from the rows kept in
+    ``inputs["distill"]``.
     """
-    return _initialize(config, load_target(config.target))
+    samples = stored_samples(inputs["distill"]) if inputs and "distill" in inputs else []
+    target = load_target(config.target.unquantized)
+    return _initialize(config, target, samples).draft
 
 
-def _initialize(config: DistillConfig, target: LoadedModel) -> LoadedModel:
-    draft = initialize(config.initialization, target, seed=config.seed)
-    if (
-        isinstance(config.initialization, ScratchConfig)
-        and not config.train_embeddings
-        and draft.shape.hidden_size != target.shape.hidden_size
-    ):
-        raise ConfigError(
-            f"distill.train_embeddings is false, but a draft of width {draft.shape.hidden_size} "
-            f"cannot take over the embedding of a target of width {target.shape.hidden_size}, and "
-            f"its own is random. Set train_embeddings: true, or leave hidden_size out."
+def _start(
+    config: DistillConfig, target: LoadedModel, samples: Samples, before: Artifact | None
+) -> Start:
+    """The draft as the config begins it, or as an earlier training left it."""
+    if before is None:
+        return _initialize(config, target, samples)
+    device = str(target.device)
+    draft = load_draft(before, device=device)
+    return Start(draft, {"kind": "distill", "fingerprint": before.fingerprint})
+
+
+def _initialize(config: DistillConfig, target: LoadedModel, samples: Samples) -> Start:
+    _check_tables(config, target)
+    return start_draft(config.initialization, target, seed=config.seed, samples=samples)
+
+
+def _check_tables(config: DistillConfig, target: LoadedModel) -> None:
+    start = config.initialization
+    if not isinstance(start, ScratchConfig) or start.tables_for(target.shape) != "random":
+        return
+    untrained = [
+        name
+        for name, is_trained in (
+            ("embedding", config.trains_embedding),
+            ("head", config.trains_head),
         )
-    return draft
+        if not is_trained
+    ]
+    if untrained:
+        raise ConfigError(
+            f"distill.train_embeddings is {str(config.train_embeddings).lower()}, but the draft's "
+            f"{' and '.join(untrained)} would be random: its width is "
+            f"{start.hidden_size or target.shape.hidden_size}, the target's "
+            f"{target.shape.hidden_size}. Set train_embeddings: true, or initialization.embeddings "
+            f"to copied (equal widths) or projected (a smaller one)."
+        )
 
 
-def _build(config: DistillConfig, generated: Artifact, directory: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Prepared:
+    asked: Asked
+    vocabulary: DraftVocabulary | None
+    samples: list[list[int]]
+    report: Mapping[str, Any]
+
+
+def _prepare(config: DistillConfig, inputs: Mapping[str, Artifact], live: Live) -> _Prepared:
+    """All a training needs; the target itself only where something still runs it."""
     import torch
 
-    started = time.perf_counter()
-    target = load_target(config.target)
-    draft = _initialize(config, target)
+    generated = inputs["generate"]
+    target = load_target(config.target.unquantized)  # a draft starts from what was not rounded
+    samples: list[list[int]] = []
+    if num_sample_tokens := config.initialization.num_sample_tokens:
+        samples = read_samples(generated, num_sample_tokens)
+    start = _start(config, target, samples, inputs.get("distill"))
+    draft = start.draft
+    logger.info("started from: %s", json.dumps(start.report))
+    quantize_model(target.model, config.target.quantize)  # and learns from what answered
     num_tokens = min(len(target.tokenizer), target.shape.vocab_size, draft.shape.vocab_size)
     vocabulary = _vocabulary(config, generated, num_tokens, target)
     max_length = draft.shape.max_position_embeddings
+    target_head = head_of(target.model).first(num_tokens)
+    check_heads(config, head_of(draft.model).first(num_tokens), target_head)
+    source, held_out_source = open_sources(generated, target, target_head, vocabulary)
+    rows = read_rows(generated, "train", max_length=max_length)
+    if "rollouts" in inputs:
+        rows, source = mix_rollouts(
+            rows,
+            source,
+            inputs["rollouts"],
+            fraction=config.rollout_fraction,
+            max_length=max_length,
+            seed=int(inputs["rollouts"].fingerprint[:8], 16),  # another sample every round
+        )
     data = TrainingData(
-        rows=read_rows(generated, "train", max_length=max_length),
-        held_out_rows=read_rows(generated, "held_out", max_length=max_length),
-        states=TargetStates(generated),
+        rows=rows,
+        held_out_rows=read_selection_rows(generated, max_length=max_length),
+        source=source,
+        held_out_source=held_out_source,
         token_ids_V=None if vocabulary is None else torch.tensor(vocabulary.token_ids),
     )
+    is_run = needs_target(config, kind_in(generated))
+    return _Prepared(
+        Asked(
+            config=config,
+            target=target if is_run else None,
+            draft=draft,
+            target_head=target_head,
+            data=data,
+            live=live,
+            reference=load_reference(config.reference, target),
+        ),
+        vocabulary=vocabulary,
+        samples=samples,
+        report=start.report,
+    )
+
+
+def _build(
+    config: DistillConfig, inputs: Mapping[str, Artifact], directory: Path, live: Live
+) -> dict[str, Any]:
+    started = time.perf_counter()
+    prepared = _prepare(config, inputs, live)
+    draft, vocabulary = prepared.asked.draft, prepared.vocabulary
     logger.info(
         "training %s (%.1fM parameters) on %d answers",
         draft.resolved.reference,
         draft.shape.num_parameters / 1e6,
-        len(data.rows),
+        len(prepared.asked.data.rows),
     )
-    target_head = head_of(target.model).first(num_tokens)
-    del target  # only its head is needed from here on
-    with _progress(config.max_steps) as on_step:
-        result = train(
-            draft.model,
-            target_head=target_head,
-            data=data,
-            config=config,
-            work_dir=directory / "work",
-            on_step=on_step,
-        )
+    result = run_training(prepared.asked, work_dir=directory / "work")
+    if not result.is_main:
+        return {}
     save_model(draft.model, draft.tokenizer, directory / "draft")
     if vocabulary is not None:
         write_vocabulary(directory, vocabulary)
+    if prepared.samples:
+        write_samples(directory, prepared.samples)
     lines = "".join(json.dumps(record) + "\n" for record in result.log)
     atomic_write(directory / LOG_FILE, lines)
     metrics = _metrics(result, draft, vocabulary)
+    metrics["initialization"] = prepared.report
     metrics["wall_s"] = time.perf_counter() - started
     return metrics
 
@@ -230,6 +364,7 @@ def _metrics(
         "held_out_before": asdict(result.before),
         "held_out_after": asdict(result.best.score),
         "best_step": result.best.step,
+        "is_stopped_early": result.is_stopped_early,
         "num_steps": max(record["step"] for record in result.log),
         "num_tokens": result.num_tokens,
         "num_epochs": result.num_epochs,
@@ -238,36 +373,3 @@ def _metrics(
         "train_s": result.seconds,
         "tokens_per_s": result.num_tokens / result.seconds if result.seconds else 0.0,
     }
-
-
-@contextmanager
-def _progress(max_steps: int) -> Iterator[OnStep]:
-    """A bar on a terminal, else a line in the log every few seconds; evaluations always logged."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    last = time.perf_counter()
-    bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-    task = bar.add_task("distill", total=max_steps)
-
-    def on_step(step: int, record: dict[str, Any]) -> None:
-        nonlocal last
-        bar.update(task, completed=step)
-        now = time.perf_counter()
-        if (score := record.get("held_out")) is not None:
-            logger.info(
-                "step %d of %d: held-out acceptance %.3f, greedy agreement %.3f",
-                step,
-                max_steps,
-                score["acceptance"],
-                score["greedy_agreement"],
-            )
-            last = now
-        elif now - last >= _LOG_EVERY_S:
-            logger.info(
-                "step %d of %d: %s %.4f", step, max_steps, record["loss_name"], record["loss"]
-            )
-            last = now
-
-    with bar:
-        yield on_step

@@ -7,30 +7,35 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from distill.initialization import ExistingConfig, PrunedConfig
+from distill.corpus import is_local, read_corpus, stated_size
+from distill.held_out import reporting_half
+from distill.initialization import ExistingConfig, InitializationConfig
 from distill.models import ModelConfig, ModelShape, read_shape
-from distill.stages.corpus import read_corpus
+from distill.stages.distill_sources import needs_target
+from distill.stages.estimate_table import estimate_table, size_text
+from distill.stages.generate_size import (
+    CHARACTERS_PER_TOKEN,
+    TABLE_BYTES_PER_TOKEN,
+    WRITTEN_BYTES_PER_TOKEN,
+    AnswersSize,
+    size_of_prompt,
+    total,
+)
 from distill.stages.run_config import HardwareConfig, RunConfig
+from distill.target_store.config import bytes_per_token, kind_of
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-_WEIGHT_BYTES = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4}
+WEIGHT_BYTES = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4}
 _STATE_BYTES = 2
 # float32 weights, gradients, two AdamW moments and the best weights so far.
 _TRAINING_BYTES_PER_PARAMETER = 20
 # A state is float32 weights and two moments (12 bytes), beside it lie the best weights (4); while
 # one is replaced the old and the new of both are there.
 _CHECKPOINT_BYTES_PER_PARAMETER = 32
-# Beside a token's hidden state: its log-sum-exp, ids, mask and parquet overhead.
-_TABLE_BYTES_PER_TOKEN = 16
 # A prompt's length when it is not known before its tokenizer is loaded.
 _PROMPT_TOKENS = 128
-_CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
@@ -54,9 +59,10 @@ class StageEstimate:
 @dataclass(frozen=True)
 class _Prompts:
     num_prompts: int
-    num_held_out: int
-    mean_tokens: int
+    num_reported: int  # held out, and in the half that measure decodes
+    answers: AnswersSize  # one sample for one sampling
     note: str
+    num_written_tokens: int = 0  # by the target itself, as prompts
 
 
 def estimate_run(config: RunConfig) -> dict[str, StageEstimate]:
@@ -71,6 +77,7 @@ def estimate_run(config: RunConfig) -> dict[str, StageEstimate]:
     return {
         "generate": _generate(config, target, prompts),
         "distill": _distill(config, target, draft, prompts),
+        "rollouts": _rollouts(config, target, draft),
         "measure": _measure(config, target, draft, prompts),
         "export": _export(config, draft),
     }
@@ -78,36 +85,52 @@ def estimate_run(config: RunConfig) -> dict[str, StageEstimate]:
 
 def draft_shape(config: RunConfig, target: ModelShape | None) -> ModelShape | None:
     """The shape the draft will have, or None where it follows from an unknown one."""
-    start = config.distill.initialization
+    return started_shape(config.distill.initialization, target)
+
+
+def started_shape(start: InitializationConfig, target: ModelShape | None) -> ModelShape | None:
+    """The shape of a draft that starts so, or None where it follows from an unknown one."""
     if isinstance(start, ExistingConfig):
-        return read_shape(start.model)
-    if target is None:
-        return None
-    if isinstance(start, PrunedConfig):
-        layers = start.chosen_layers(target.num_hidden_layers)
-        return target.model_copy(update={"num_hidden_layers": len(layers)})
-    return start.shape_from(target)
+        own = read_shape(start.model)
+        return None if own is None else start.shape_from(own, target)
+    return None if target is None else start.shape_from(target)
+
+
+def body_parameters(shape: ModelShape) -> int:
+    """The weights of the layers and norms: all but embedding and head."""
+    num_tables = 1 if shape.tie_word_embeddings else 2
+    return shape.num_parameters - num_tables * shape.vocab_size * shape.hidden_size
 
 
 def _prompts(config: RunConfig) -> _Prompts:
-    corpus_config = config.generate.corpus
-    if corpus_config.kind == "datasets":
-        # Reading it would download it; a plan must stay offline.
-        if corpus_config.limit is None:
-            return _Prompts(0, 0, _PROMPT_TOKENS, "size of the dataset unknown: set corpus.limit")
-        held_out = math.ceil(corpus_config.limit * corpus_config.held_out_fraction)
-        return _Prompts(corpus_config.limit, held_out, _PROMPT_TOKENS, "")
+    corpus_config, max_new = config.generate.corpus, config.generate.max_new_tokens
+    if not is_local(corpus_config):
+        # Reading it would download it, or run the target; a plan must do neither.
+        size = stated_size(corpus_config)
+        if size is None:
+            note = "size of the dataset unknown: set corpus.limit"
+            return _Prompts(0, 0, AnswersSize(), note)
+        held_out = math.ceil(size * corpus_config.held_out_fraction)
+        held_out -= held_out // 2  # weights are chosen on the other half
+        written = 0
+        if corpus_config.kind == "self_synthesis":
+            written = size * corpus_config.synthesis.max_new_tokens
+        answers = AnswersSize(1, max_new, _PROMPT_TOKENS).times(size)
+        return _Prompts(size, held_out, answers, "", written)
     prompts = read_corpus(corpus_config).prompts
-    characters = sum(len(prompt.text) for prompt in prompts)
-    mean = characters // max(1, len(prompts)) // _CHARACTERS_PER_TOKEN
-    per_task = Counter(prompt.task for prompt in prompts if prompt.split == "held_out")
+    answers = total(
+        size_of_prompt(prompt, len(prompt.first_text) // CHARACTERS_PER_TOKEN, max_new)
+        for prompt in prompts
+    )
+    reported = reporting_half(p.prompt_id for p in prompts if p.split == "held_out")
+    per_task = Counter(prompt.task for prompt in prompts if prompt.prompt_id in reported)
     most = config.measure.max_prompts_per_task
-    num_held_out = sum(count if most is None else min(count, most) for count in per_task.values())
-    return _Prompts(len(prompts), num_held_out, mean, "")
+    num_reported = sum(count if most is None else min(count, most) for count in per_task.values())
+    return _Prompts(len(prompts), num_reported, answers, "")
 
 
 def _weights(config: ModelConfig, shape: ModelShape) -> int:
-    return shape.num_parameters * _WEIGHT_BYTES[config.dtype]
+    return shape.num_parameters * WEIGHT_BYTES[config.dtype]
 
 
 def _draft_weights(config: RunConfig, draft: ModelShape) -> int:
@@ -130,37 +153,59 @@ def _decode_s(
     return num_tokens / rows * max(arithmetic, traffic)
 
 
-def _num_answers(config: RunConfig, prompts: _Prompts) -> int:
+def _answers(config: RunConfig, prompts: _Prompts) -> AnswersSize:
     settings = config.generate
-    return prompts.num_prompts * len(settings.samplings) * settings.num_samples
+    return prompts.answers.times(len(settings.samplings) * settings.num_samples)
+
+
+def _kept_bytes(config: RunConfig, target: ModelShape) -> int:
+    return bytes_per_token(
+        config.generate.target_store, hidden_size=target.hidden_size, vocab_size=target.vocab_size
+    )
 
 
 def _states_bytes(config: RunConfig, target: ModelShape, prompts: _Prompts) -> int:
-    """The target's final hidden states that generate stores and distill maps into memory."""
-    if config.generate.target_store != "final_hidden":
-        return 0
-    num_tokens = _num_answers(config, prompts) * config.generate.max_new_tokens
-    return num_tokens * target.hidden_size * _STATE_BYTES
+    """The most that generate keeps of the target, and distill maps into memory."""
+    return _answers(config, prompts).num_new_tokens * _kept_bytes(config, target)
+
+
+def _scoring_flops(config: RunConfig, target: ModelShape, answers: AnswersSize) -> float:
+    """A forward pass along prompt and answer, where the store keeps what only that gives."""
+    if kind_of(config.generate.target_store) not in ("top_k", "sampled"):
+        return 0.0
+    return 2.0 * target.num_parameters * (answers.num_prompt_tokens + answers.num_new_tokens)
+
+
+def _store_note(config: RunConfig, target: ModelShape, prompts: _Prompts) -> str:
+    """What the target store costs, for the table."""
+    kind = kind_of(config.generate.target_store)
+    if kind == "none":
+        return "target_store none: distill runs the target again"
+    each = _kept_bytes(config, target)
+    whole = size_text(_states_bytes(config, target, prompts))
+    return f"target_store {kind}: up to {each:,} B a token, {whole}"
 
 
 def _generate(config: RunConfig, shape: ModelShape | None, prompts: _Prompts) -> StageEstimate:
     settings = config.generate
-    answers = _num_answers(config, prompts)
-    num_tokens = answers * settings.max_new_tokens
+    answers, written = _answers(config, prompts), prompts.num_written_tokens
+    num_tokens = answers.num_new_tokens + written
     if shape is None:
         return StageEstimate(num_tokens, None, None, None, _unknown("target"))
     weights = _weights(config.target, shape)
-    context = settings.max_new_tokens + prompts.mean_tokens
+    context = settings.max_new_tokens + answers.num_prompt_tokens // max(1, answers.num_answers)
     cache = settings.batch_size * context * _cache_bytes_per_token(shape)
-    prefill_flops = 2.0 * shape.num_parameters * answers * prompts.mean_tokens
+    flops = 2.0 * shape.num_parameters * answers.num_prompt_tokens
+    flops += _scoring_flops(config, shape, answers)
     hardware = config.hardware
     return StageEstimate(
         num_tokens=num_tokens,
-        disk_bytes=_states_bytes(config, shape, prompts) + num_tokens * _TABLE_BYTES_PER_TOKEN,
+        disk_bytes=answers.disk_bytes(_kept_bytes(config, shape))
+        + written * WRITTEN_BYTES_PER_TOKEN,
         memory_bytes=weights + cache,
-        duration_s=prefill_flops / (hardware.peak_flops * hardware.utilization)
+        duration_s=flops / (hardware.peak_flops * hardware.utilization)
         + _decode_s(shape, weights, settings.batch_size, num_tokens, hardware),
-        note=prompts.note,
+        note="; ".join(filter(None, (prompts.note, _store_note(config, shape, prompts)))),
     )
 
 
@@ -172,21 +217,85 @@ def _distill(
     if target is None or draft is None:
         return StageEstimate(num_tokens, None, None, None, _unknown("draft"))
     head_rows = settings.vocabulary_size or draft.vocab_size
-    tables = draft.vocab_size * draft.hidden_size * (1 if draft.tie_word_embeddings else 2)
-    body = draft.num_parameters - tables
-    trained = draft.num_parameters if settings.train_embeddings else body
+    body = body_parameters(draft)
+    table = draft.vocab_size * draft.hidden_size
+    num_tables = 1 if draft.tie_word_embeddings else 2
+    num_trained = min(settings.trains_embedding + settings.trains_head, num_tables)
+    trained = body + num_trained * table
+    # The layers read prompts too, the heads only what carries loss.
+    answers = prompts.answers
+    read = 1.0 + answers.num_prompt_tokens / max(1, answers.num_new_tokens)
+    ours = body * read + head_rows * draft.hidden_size
     # Forward and backward: 6 FLOP a weight; the target's head is one more product.
-    flops = 6.0 * (body + head_rows * draft.hidden_size) + 2.0 * head_rows * target.hidden_size
+    flops = 6.0 * ours + 2.0 * head_rows * target.hidden_size
+    kind = kind_of(config.generate.target_store)
+    if kind == "none":
+        flops += 2.0 * target.num_parameters * read
+    reference, reference_bytes = _reference(config, draft)
+    if reference is None:
+        return StageEstimate(num_tokens, None, None, None, _unknown("reference"))
+    # Where tokens are chosen, draft and reference read the step once more, forward only.
+    theirs = body_parameters(reference) * read + head_rows * reference.hidden_size
+    flops += _selecting_share(config) * 2.0 * (ours + theirs)
     hardware = config.hardware
+    whole = _weights(config.target, target)
+    head = target.vocab_size * target.hidden_size * WEIGHT_BYTES[config.target.dtype]
+    training = (
+        (whole if needs_target(settings, kind) else head)
+        + reference_bytes
+        + 4 * (draft.num_parameters - trained)
+        + trained * _TRAINING_BYTES_PER_PARAMETER
+        + _states_bytes(config, target, prompts)
+    )
     return StageEstimate(
         num_tokens=num_tokens,
         disk_bytes=_draft_weights(config, draft) + trained * _CHECKPOINT_BYTES_PER_PARAMETER,
-        memory_bytes=_weights(config.target, target)
-        + 4 * (draft.num_parameters - trained)
-        + trained * _TRAINING_BYTES_PER_PARAMETER
-        + _states_bytes(config, target, prompts),
+        # the draft starts from the whole target, which may leave afterwards
+        memory_bytes=max(whole + _draft_weights(config, draft), training),
         duration_s=num_tokens * flops / (hardware.peak_flops * hardware.utilization),
         note=prompts.note,
+    )
+
+
+def _selecting_share(config: RunConfig) -> float:
+    """The share of a training's steps that choose tokens by a reference."""
+    return sum(phase.fraction for phase in config.distill.phases if phase.keep_fraction < 1)
+
+
+def _reference(config: RunConfig, draft: ModelShape) -> tuple[ModelShape | None, int]:
+    """The reference's shape and bytes: a model, or a copy of the draft as it starts.
+
+    Bytes are 0 where nothing is chosen; the shape is None where a named model's is not known.
+    """
+    settings = config.distill
+    if not settings.is_selecting:
+        return draft, 0
+    if settings.reference is None:
+        return draft, _draft_weights(config, draft)
+    shape = read_shape(settings.reference)
+    return shape, 0 if shape is None else _weights(settings.reference, shape)
+
+
+def _rollouts(
+    config: RunConfig, target: ModelShape | None, draft: ModelShape | None
+) -> StageEstimate:
+    """One round of the on-policy pipeline: the draft writes, the target reads it once."""
+    settings, hardware = config.rollouts, config.hardware
+    num_tokens = settings.num_prompts * settings.max_new_tokens
+    if target is None or draft is None:
+        return StageEstimate(num_tokens, None, None, None, _unknown("target or draft"))
+    weights, drafts = _weights(config.target, target), _draft_weights(config, draft)
+    state_bytes = _STATE_BYTES * target.hidden_size + 4 + TABLE_BYTES_PER_TOKEN
+    context = settings.max_new_tokens + _PROMPT_TOKENS
+    flops = 2.0 * target.num_parameters * settings.num_prompts * context
+    return StageEstimate(
+        num_tokens=num_tokens,
+        disk_bytes=num_tokens * state_bytes,
+        memory_bytes=weights
+        + drafts
+        + settings.batch_size * context * _cache_bytes_per_token(draft),
+        duration_s=flops / (hardware.peak_flops * hardware.utilization)
+        + _decode_s(draft, drafts, settings.batch_size, num_tokens, hardware),
     )
 
 
@@ -195,9 +304,10 @@ def _measure(
 ) -> StageEstimate:
     settings = config.measure
     num_drafts = 1 + settings.undistilled + settings.prompt_lookup
+    num_drafts += len(settings.early_exit) + len(settings.drafts)
     # Plain answers once, then one speculative run for each draft.
     runs = len(settings.temperatures) * (1 + num_drafts)
-    num_tokens = prompts.num_held_out * settings.max_new_tokens * runs
+    num_tokens = prompts.num_reported * settings.max_new_tokens * runs
     timing = settings.timing
     timed = 0
     if timing.enabled:
@@ -211,7 +321,7 @@ def _measure(
     batched = _decode_s(target, weights, settings.batch_size, num_tokens - timed, hardware)
     return StageEstimate(
         num_tokens=num_tokens,
-        disk_bytes=num_tokens * _TABLE_BYTES_PER_TOKEN,
+        disk_bytes=num_tokens * TABLE_BYTES_PER_TOKEN,
         memory_bytes=weights
         + _draft_weights(config, draft) * num_drafts
         + settings.batch_size * settings.max_new_tokens * _cache_bytes_per_token(target),
@@ -231,53 +341,12 @@ def _unknown(which: str) -> str:
     return f"shape of the {which} unknown: its config.json cannot be read; set `shape:`"
 
 
-def estimate_table(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """The plan as a table for the terminal: one row a stage, then what it adds up to."""
-    from rich.table import Table
-
-    table = Table(title=f"plan of {config.name} on: {config.hardware.name}", title_justify="left")
-    for column in ("stage", "fingerprint", "state", "tokens", "disk", "memory", "time", "note"):
-        is_number = column in ("tokens", "disk", "memory", "time")
-        table.add_column(column, justify="right" if is_number else "left", no_wrap=column != "note")
-    for row in rows:
-        table.add_row(
-            row["stage"],
-            row["fingerprint"][:12] + ("?" if row["is_provisional"] else ""),
-            row["state"],
-            f"{row['num_tokens']:,}",
-            _size(row["disk_bytes"]),
-            _size(row["memory_bytes"]),
-            _time(row["duration_s"]),
-            row["note"] or row["miss"] or "",
-        )
-    todo = [row for row in rows if row["state"] != "cached"]
-    doubt = (
-        "; ?: not known before a model, a dataset or a measurement is at hand, so it will change"
-    )
-    table.caption = (
-        f"to do: {sum(row['num_tokens'] for row in todo):,} tokens, "
-        f"{_size(_total(todo, 'disk_bytes'))} of disk, {_time(_total(todo, 'duration_s'))}; "
-        "upper estimates, from shapes and the config's `hardware`"
-        + (doubt if any(row["is_provisional"] for row in rows) else "")
-    )
-    return table
-
-
-def _total(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    values = [row[name] for row in rows]
-    return None if any(value is None for value in values) else sum(values)
-
-
-def _size(num_bytes: float | None) -> str:
-    if num_bytes is None:
-        return "?"
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "?"
-    return f"{seconds / 3600:.1f} h" if seconds >= 5400 else f"{seconds / 60:.1f} min"
-
-
-__all__ = ["StageEstimate", "draft_shape", "estimate_run", "estimate_table"]
+__all__ = [
+    "WEIGHT_BYTES",
+    "StageEstimate",
+    "body_parameters",
+    "draft_shape",
+    "estimate_run",
+    "estimate_table",
+    "started_shape",
+]

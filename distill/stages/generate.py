@@ -4,39 +4,41 @@ Refuses to know what the answers train, who runs the target (a backend) and how 
 (``completions.py``, which describes the payload).
 
 The unit of work and of resume is a chunk: rows of one sampling setting, sorted by prompt length,
-run by one call of the backend. A chunk's bits depend on the config alone, so a build that was
-killed and resumed equals one that was not.
+run by the same calls of the backend. A chunk's bits depend on the config alone, so a build that was
+killed and resumed, or shared among processes, equals one that was not.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
 import logging
+import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import torch
-from pydantic import model_validator
+from typing import TYPE_CHECKING, Any
 
 from distill.artifacts import Artifact, ArtifactKey, ArtifactStore, require_free_bytes
-from distill.backends.base import BACKENDS, Backend, Completion, sample_seed, stable_seed
-from distill.config import Config, setting
-from distill.errors import ArtifactError, ConfigError, CorpusError
-from distill.models import ModelConfig, ModelShape, load_tokenizer, model_revision, read_shape
-from distill.sampling import SamplingConfig
+from distill.backends.base import Backend, open_backend
+from distill.corpus import Corpus, CorpusConfig, is_reachable, read_corpus, unread_revision
+from distill.errors import ArtifactError, DiskSpaceError, ShardsPendingError
+from distill.models import ModelShape, load_tokenizer, model_revision, read_shape
 from distill.stages import completions as storage
-from distill.stages.corpus import (
-    Corpus,
-    CorpusConfig,
-    Prompt,
-    is_reachable,
-    prompt_token_ids,
-    read_corpus,
+from distill.stages.generate_chunk import Answering, rejected_row, run_chunk
+from distill.stages.generate_config import GenerateConfig
+from distill.stages.generate_plan import Chunk, Plan, Shard, make_plan, shard_of
+from distill.stages.generate_resume import (
+    CORPUS_SHA256,
+    find_stored_answers,
+    finishing_on_interrupt,
+    is_chunk_done,
 )
-from distill.stages.progress import Progress, answering_progress
+from distill.stages.generate_size import total
+from distill.stages.generate_store import TargetKeeping, store_metrics
+from distill.stages.generate_synthesis import write_prompts
+from distill.stages.progress import JsonLines, answering_progress
+from distill.target_store.config import bytes_per_token, kind_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,61 +48,11 @@ __all__ = ["CODE_VERSION", "CorpusConfig", "GenerateConfig", "generate", "genera
 logger = logging.getLogger(__name__)
 
 STAGE = "generate"
-CODE_VERSION = 1
+CODE_VERSION = 3
 UNREAD = "unread:"
+LOGS_DIR = "logs"
 
-# Beside the states: ids, mask, parquet overhead.
-_TABLE_BYTES_PER_TOKEN = 16
-
-
-class GenerateConfig(Config):
-    """What is asked, how it is answered, and what is kept.
-
-    Each prompt is answered ``num_samples`` times for each entry of ``samplings``. ``batch_size``
-    and ``chunk_size`` belong to the fingerprint: the shapes of matrix products change last bits.
-    """
-
-    target: ModelConfig
-    corpus: CorpusConfig
-    samplings: tuple[SamplingConfig, ...] = setting((SamplingConfig(),), min_length=1)
-    num_samples: int = setting(1, ge=1)
-    max_new_tokens: int = setting(256, ge=1)
-    max_prompt_tokens: int | None = setting(
-        None, ge=1, description="longer prompts are rejected; else the context decides"
-    )
-    seed: int = setting(0, ge=0)
-    backend: str = "local"
-    batch_size: int = setting(64, ge=1, description="rows decoded at once")
-    chunk_size: int = setting(256, ge=1, description="rows in a shard: the unit of resume")
-    target_store: Literal["none", "final_hidden"] = setting(
-        "final_hidden", description="keep the target's final hidden states for training"
-    )
-    system_prompt: str | None = setting(None, description="for rows without a system message")
-
-    @model_validator(mode="after")
-    def _check_raw(self) -> GenerateConfig:
-        if self.corpus.raw and self.system_prompt is not None:
-            raise ConfigError("corpus.raw uses no chat template, so system_prompt has no place")
-        return self
-
-
-@dataclass(frozen=True)
-class _Question:
-    prompt: Prompt
-    token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    index: int
-    sampling_index: int
-    questions: tuple[_Question, ...]
-
-
-@dataclass(frozen=True)
-class _Plan:
-    chunks: tuple[_Chunk, ...]
-    rejected: tuple[tuple[Prompt, str], ...]
+_POLL_S = 0.2
 
 
 def generate_key(
@@ -116,8 +68,18 @@ def generate_key(
         ModelNotFoundError: the target is a path, and nothing is there.
     """
     if may_be_provisional and not is_reachable(config.corpus):
-        return _key(config, store, f"{UNREAD}{config.corpus.name}")
-    return _key(config, store, f"sha256:{read_corpus(config.corpus).sha256}")
+        return _key(config, store, f"{UNREAD}{unread_revision(config.corpus)}")
+    return _key(config, store, _corpus_revision(config, _given_corpus(config)))
+
+
+def _given_corpus(config: GenerateConfig) -> Corpus | None:
+    return None if config.corpus.kind == "self_synthesis" else read_corpus(config.corpus)
+
+
+def _corpus_revision(config: GenerateConfig, corpus: Corpus | None) -> str:
+    if corpus is None:
+        return f"self_synthesis:{unread_revision(config.corpus)}"
+    return f"sha256:{corpus.sha256}"
 
 
 def _key(config: GenerateConfig, store: ArtifactStore, corpus_revision: str) -> ArtifactKey:
@@ -135,232 +97,279 @@ def generate(
     """Let the target answer the corpus. Resumes what was killed; returns at once what is built.
 
     A prompt that cannot be answered (too long, no user turn) is a row with its reason, never a
-    crash; the counts in the metrics add up to the corpus.
+    crash; the counts in the metrics add up to the corpus. With ``config.shard``, or under torchrun,
+    this process answers its part; a rebuild is not shared. With ``config.retry_failed`` a finished
+    build that has failed rows is replaced by one in which they were asked once more.
 
     Raises:
         CorpusError: unreadable or malformed prompts, or none that can be answered.
         ModelNotFoundError: the target cannot be found or loaded.
-        DiskSpaceError: the states would not fit on the disk.
+        DiskSpaceError: what is kept would not fit on the disk; what is done is kept.
+        ArtifactStaleError: rows in an unfinished build were made with other settings.
+        ShardsPendingError: this process's shard is done, and others are not.
+        KeyboardInterrupt: Ctrl-C; the rows in flight were finished and kept.
     """
     if inputs:
         raise ArtifactError(f"generate reads no artifact, but was given: {', '.join(inputs)}")
-    corpus = read_corpus(config.corpus)
-    key = _key(config, store, f"sha256:{corpus.sha256}")
-    return store.get_or_build(
-        key, lambda directory: _build(config, corpus, directory), rebuild=rebuild
-    )
+    corpus = _given_corpus(config)
+    key = _key(config, store, _corpus_revision(config, corpus))
+    finished = store.find(key) if config.retry_failed and not rebuild else None
+    if finished is not None and finished.metrics["num_failed"]:
+        store.verify(finished)
+        rebuild = True
+    else:
+        finished = None
+    shard = None if rebuild else shard_of(config.shard)
+    build = _Build(config, store, key, corpus, shard, finished)
+    if shard is not None:
+        if (found := store.find(key)) is not None:
+            return found
+        build.answer_shard(store.partial_dir(key), shard)
+    return store.get_or_build(key, build, rebuild=rebuild)
 
 
-def _build(config: GenerateConfig, corpus: Corpus, directory: Path) -> dict[str, Any]:
-    started = time.perf_counter()
-    tokenizer = load_tokenizer(config.target)
-    shape = read_shape(config.target)
-    assert shape is not None, "a model whose tokenizer is here has its config.json beside it"
-    plan = _plan(config, corpus, tokenizer, shape)
-    work = directory / "work"
-    work.mkdir(exist_ok=True)
-    shards = {chunk.index: work / f"shard-{chunk.index:05d}.parquet" for chunk in plan.chunks}
-    pending = [chunk for chunk in plan.chunks if not shards[chunk.index].exists()]
-    _require_disk(config, pending, shape, directory)
+class _Build:
+    """One build of the artifact by this process; called with the folder to build in."""
 
-    num_new_tokens, generate_s = 0, 0.0
-    if pending:
-        logger.info(
-            "%d of %d chunks to generate, %d prompts rejected",
-            len(pending),
-            len(plan.chunks),
-            len(plan.rejected),
+    def __init__(
+        self,
+        config: GenerateConfig,
+        store: ArtifactStore,
+        key: ArtifactKey,
+        corpus: Corpus | None,
+        shard: Shard | None,
+        finished: Artifact | None,
+    ) -> None:
+        self._config, self._store, self._key = config, store, key
+        self._corpus, self._shard, self._finished = corpus, shard, finished
+        self._plan: Plan | None = None
+        self._num_tokens, self._num_resumed, self._answer_s = 0, 0, 0.0
+        self._done: set[int] = set()  # chunks that this process has answered or looked at
+        part = "" if shard is None else f"-shard-{shard.index + 1}-of-{shard.count}"
+        name = f"{STAGE}-{key.fingerprint[:12]}{part}.jsonl"
+        self._lines = JsonLines(store.root / LOGS_DIR / name)
+
+    def __call__(self, directory: Path) -> dict[str, Any]:
+        started = time.perf_counter()
+        plan = self._prepare(directory)
+        self._answer(directory, plan.chunks)
+        rejected = directory / "work" / "rejected.parquet"
+        storage.write_rows(rejected, [rejected_row(entry) for entry in plan.rejected])
+        shards = [storage.shard_path(directory, chunk.index) for chunk in plan.chunks]
+        counts = storage.merge([*shards, rejected], directory)
+        metrics = self._metrics(plan, counts, directory)
+        metrics["wall_s"] = time.perf_counter() - started
+        self._lines.write("finished", **metrics)
+        return metrics
+
+    def answer_shard(self, directory: Path, shard: Shard) -> None:
+        """Answer this process's chunks, then wait for the others' (a rank) or leave them to them.
+
+        Processes write files of their own into one folder. So the order they finish in, how many
+        there are and on how many machines they ran (copy the folders together) changes no byte.
+
+        Raises:
+            ShardsPendingError: chunks of other shards are missing.
+        """
+        (directory / "work").mkdir(parents=True, exist_ok=True)
+        chunks = self._prepare(directory).chunks
+        self._answer(directory, [chunk for chunk in chunks if shard.owns(chunk)], is_part=True)
+        missing = self._missing(directory, chunks)
+        while missing and shard.is_rank and shard.index == 0:
+            time.sleep(_POLL_S)  # torchrun ends all ranks when one of them dies
+            missing = self._missing(directory, chunks)
+        if missing and not shard.is_rank:
+            raise ShardsPendingError(
+                f"shard {shard.name} is done; {len(missing)} of {len(chunks)} chunks are still to "
+                f"come from the other shards, in {directory}. The last of them to finish puts all "
+                "together; so does a run without a shard, which answers what is missing itself."
+            )
+
+    def _missing(self, directory: Path, chunks: Sequence[Chunk]) -> list[Chunk]:
+        paths = [(chunk, storage.shard_path(directory, chunk.index)) for chunk in chunks]
+        return [chunk for chunk, path in paths if not path.exists()]
+
+    def _prepare(self, directory: Path) -> Plan:
+        """The plan; first the prompts, where the target writes them itself."""
+        if self._plan is not None:
+            return self._plan
+        config = self._config
+        (directory / "work").mkdir(exist_ok=True)
+        if self._corpus is None:
+            self._corpus = write_prompts(
+                config.corpus,
+                self._tokenizer,
+                self._backend,
+                directory / "work",
+                system_prompt=config.system_prompt,
+                today=config.template_date,
+                chunk_size=config.chunk_size,
+                lock=self._store.work_lock(self._key),
+                lines=self._lines,
+            )
+        self._plan = make_plan(
+            self._corpus,
+            self._tokenizer,
+            is_raw=config.corpus.raw,
+            system_prompt=config.system_prompt,
+            today=config.template_date,
+            max_prompt_tokens=self._max_prompt_tokens,
+            num_samplings=len(config.samplings),
+            questions_per_chunk=max(1, config.chunk_size // config.num_samples),
         )
-        backend = _open_backend(config)
-        loaded = time.perf_counter()
-        num_rows = sum(len(chunk.questions) for chunk in pending) * config.num_samples
-        with answering_progress(num_rows) as progress:
-            for chunk in pending:
-                num_new_tokens += _run_chunk(config, backend, chunk, directory, progress)
-        generate_s = time.perf_counter() - loaded
+        return self._plan
 
-    rejected = work / "rejected.parquet"
-    storage.write_rows(rejected, [_rejected_row(*entry) for entry in plan.rejected])
-    counts = storage.merge([*shards.values(), rejected], directory)
-    metrics: dict[str, Any] = dict.fromkeys(
-        ("num_completed", "num_truncated", "num_rejected", "num_failed"), 0
-    )
-    metrics.update(sorted(counts.items()))
-    metrics.update(
-        num_prompts=len(corpus.prompts),
-        num_chunks=len(plan.chunks),
-        num_chunks_resumed=len(plan.chunks) - len(pending),
-        generate_s=generate_s,
-        tokens_per_s=num_new_tokens / generate_s if generate_s else 0.0,
-        wall_s=time.perf_counter() - started,
-    )
-    return metrics
+    @functools.cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self._config.target)
 
+    @functools.cached_property
+    def _backend(self) -> Backend:
+        import torch
 
-def _open_backend(config: GenerateConfig) -> Backend:
-    factory = BACKENDS.get(config.backend)
-    return factory(config.target, max_batch_size=config.batch_size)
+        target, local_rank = self._config.target, os.environ.get("LOCAL_RANK")
+        is_any_gpu = target.device in ("auto", "cuda") and torch.cuda.is_available()
+        if self._shard is not None and local_rank is not None and is_any_gpu:
+            target = target.model_copy(update={"device": f"cuda:{local_rank}"})
+        return open_backend(self._config.backend, target, max_batch_size=self._config.batch_size)
 
+    @functools.cached_property
+    def _shape(self) -> ModelShape:
+        shape = read_shape(self._config.target)
+        assert shape is not None, "a model whose tokenizer is here has its config.json beside it"
+        return shape
 
-# ---------------------------------------------------------------- planning
+    @property
+    def _max_prompt_tokens(self) -> int:
+        limit = self._shape.max_position_embeddings - 1  # room for one token of an answer
+        return min(limit, self._config.max_prompt_tokens or limit)
 
+    @property
+    def _settings(self) -> Mapping[str, Any]:
+        """What a chunk's rows are made with, the prompts' texts among it."""
+        if self._config.corpus.kind != "self_synthesis":
+            return self._key.parts  # the texts are in the corpus revision
+        assert self._corpus is not None
+        return {**self._key.parts, CORPUS_SHA256: self._corpus.sha256}
 
-def _plan(
-    config: GenerateConfig,
-    corpus: Corpus,
-    tokenizer: PreTrainedTokenizerBase,
-    shape: ModelShape,
-) -> _Plan:
-    """Turn prompts into chunks of equal settings and similar length, and name the rejected.
+    def _pending(self, directory: Path, chunks: Sequence[Chunk], *, is_part: bool) -> list[Chunk]:
+        """The chunks to answer; each is looked at once by a process, as looking means hashing."""
+        # What another rank failed to answer it asked a moment ago.
+        is_others = self._shard is not None and self._shard.is_rank and not is_part
+        unseen = [chunk for chunk in chunks if chunk.index not in self._done]
+        pending = [
+            chunk
+            for chunk in unseen
+            if not is_chunk_done(
+                directory, chunk.index, self._settings, asks_failed_again=not is_others
+            )
+        ]
+        self._num_resumed += len(unseen) - len(pending)
+        self._done.update(chunk.index for chunk in unseen)
+        return pending
 
-    Raises:
-        CorpusError: every prompt is rejected.
-    """
-    limit = shape.max_position_embeddings - 1  # room for one token of an answer
-    if config.max_prompt_tokens is not None:
-        limit = min(limit, config.max_prompt_tokens)
-    questions: list[_Question] = []
-    rejected: list[tuple[Prompt, str]] = []
-    for prompt in corpus.prompts:
-        if prompt.reject_reason is not None:
-            rejected.append((prompt, prompt.reject_reason))
-            continue
-        ids = prompt_token_ids(
-            tokenizer, prompt, is_raw=config.corpus.raw, system_prompt=config.system_prompt
+    def _answer(self, directory: Path, chunks: Sequence[Chunk], *, is_part: bool = False) -> None:
+        """Answer the chunks that are not done yet, one after the other, each kept when it is."""
+        config, settings = self._config, self._settings
+        pending = self._pending(directory, chunks, is_part=is_part)
+        if not pending:
+            return
+        # Ranks write to one disk at the same time, so all that is missing has to fit on it.
+        is_shared = is_part and self._shard is not None and self._shard.is_rank
+        missing = self._missing(directory, self._prepare(directory).chunks)
+        _require_disk(config, self._shape, missing if is_shared else pending, directory)
+        logger.info("%d of %d chunks to generate", len(pending), len(chunks))
+        self._lines.write("started", num_chunks=len(chunks), num_pending=len(pending))
+        backend = self._backend
+        num_answers = sum(chunk.num_turns for chunk in pending) * config.num_samples
+        started = time.perf_counter()
+        with (
+            answering_progress(num_answers, self._lines) as progress,
+            finishing_on_interrupt() as interrupt,
+        ):
+            answering = Answering(
+                backend=backend,
+                tokenizer=self._tokenizer,
+                samplings=config.samplings,
+                num_samples=config.num_samples,
+                max_new_tokens=config.max_new_tokens,
+                max_prompt_tokens=self._max_prompt_tokens,
+                seed=config.seed,
+                system_prompt=config.system_prompt,
+                today=config.template_date,
+                keeping=TargetKeeping(config.target_store, backend),
+                known=find_stored_answers(directory, settings, self._finished),
+                progress=progress,
+            )
+            for number, chunk in enumerate(pending, start=1):
+                self._require_disk_now(chunk, directory, number - 1, len(pending))
+                self._num_tokens += run_chunk(answering, chunk, directory, settings)
+                self._lines.write("chunk", chunk=chunk.index, **progress.state())
+                if interrupt.is_asked:
+                    self._lines.write("interrupted", **progress.state())
+                    logger.warning(
+                        "stopped after %d of %d chunks, which are kept in %s; the same command "
+                        "goes on from there",
+                        number,
+                        len(pending),
+                        directory,
+                    )
+                    raise KeyboardInterrupt
+        self._answer_s += time.perf_counter() - started
+
+    def _require_disk_now(
+        self, chunk: Chunk, directory: Path, num_done: int, num_pending: int
+    ) -> None:
+        """Others write to the disk too: check again before each chunk, not when it is full."""
+        shard = self._shard
+        num_at_once = shard.count if shard is not None and shard.is_rank else 1
+        try:
+            _require_disk(self._config, self._shape, [chunk] * num_at_once, directory)
+        except DiskSpaceError as error:
+            self._lines.write("disk_full", num_done=num_done)
+            raise DiskSpaceError(
+                f"{error} {num_done} of {num_pending} chunks were answered and are kept in "
+                f"{directory}; run the same command again to go on."
+            ) from error
+
+    def _metrics(self, plan: Plan, counts: Counter[str], directory: Path) -> dict[str, Any]:
+        assert self._corpus is not None
+        statuses = ("completed", "truncated", "rejected", "failed")
+        metrics: dict[str, Any] = {f"num_{status}": 0 for status in statuses}
+        metrics.update({f"num_prompts_{status}": 0 for status in statuses})
+        metrics.update(sorted(counts.items()))
+        metrics.update(self._corpus.counts)
+        indices = (chunk.index for chunk in plan.chunks)
+        metrics.update(store_metrics(kind_of(self._config.target_store), directory, indices))
+        kinds = Counter(f"num_rejected_as/{entry.kind}" for entry in plan.rejected)
+        metrics.update(sorted(kinds.items()))
+        metrics.update(plan.num_asked_by_part(self._corpus.part_of))
+        num_prompts = len(self._corpus.prompts)
+        by_status = {status: metrics[f"num_prompts_{status}"] for status in statuses}
+        assert sum(by_status.values()) == num_prompts, f"{by_status} of {num_prompts} prompts"
+        metrics.update(
+            num_prompts=num_prompts,
+            num_chunks=len(plan.chunks),
+            num_chunks_resumed=self._num_resumed,
+            generate_s=self._answer_s,
+            tokens_per_s=self._num_tokens / self._answer_s if self._answer_s else 0.0,
         )
-        if len(ids) > limit:
-            rejected.append((prompt, f"its {len(ids)} tokens are more than the {limit} allowed"))
-        else:
-            questions.append(_Question(prompt, tuple(ids)))
-    if not questions:
-        first, reason = rejected[0]
-        raise CorpusError(
-            f"none of the {len(rejected)} prompts can be answered; {first.prompt_id!r}: {reason}"
-        )
-    questions.sort(key=lambda question: (len(question.token_ids), question.prompt.prompt_id))
-    size = max(1, config.chunk_size // config.num_samples)
-    parts = [
-        (sampling_index, tuple(questions[start : start + size]))
-        for sampling_index in range(len(config.samplings))
-        for start in range(0, len(questions), size)
-    ]
-    chunks = [_Chunk(index, *part) for index, part in enumerate(parts)]
-    return _Plan(tuple(chunks), tuple(rejected))
+        return metrics
 
 
 def _require_disk(
-    config: GenerateConfig, pending: Sequence[_Chunk], shape: ModelShape, directory: Path
+    config: GenerateConfig, shape: ModelShape, chunks: Sequence[Chunk], directory: Path
 ) -> None:
     """Refuse to start what could not be finished: every answer at its longest must fit."""
-    num_rows = sum(len(chunk.questions) for chunk in pending) * config.num_samples
-    num_tokens = num_rows * config.max_new_tokens
-    state_bytes = 2 * shape.hidden_size + 4 if config.target_store == "final_hidden" else 0
-    prompt_tokens = sum(len(q.token_ids) for chunk in pending for q in chunk.questions)
-    needed = num_tokens * (state_bytes + _TABLE_BYTES_PER_TOKEN)
-    needed += prompt_tokens * config.num_samples * _TABLE_BYTES_PER_TOKEN
-    what = f"{num_rows} completions of up to {config.max_new_tokens} tokens"
-    if state_bytes:
-        what += " with the target's hidden states (target_store: none keeps none)"
-    require_free_bytes(directory, needed, what=what)
-
-
-# ---------------------------------------------------------------- one chunk
-
-
-def _run_chunk(
-    config: GenerateConfig,
-    backend: Backend,
-    chunk: _Chunk,
-    directory: Path,
-    progress: Progress,
-) -> int:
-    """Answer a chunk and store it: states first, rows last, so that rows mean "done".
-
-    Returns the number of new tokens.
-    """
-    keep_hidden = config.target_store == "final_hidden"
-    seeds = [
-        stable_seed(config.seed, question.prompt.prompt_id, chunk.sampling_index)
-        for question in chunk.questions
-    ]
-    answers: dict[tuple[int, int], Completion] = {}
-    for completion in backend.generate(
-        [question.token_ids for question in chunk.questions],
-        config.samplings[chunk.sampling_index],
-        max_new_tokens=config.max_new_tokens,
-        seeds=seeds,
-        num_samples=config.num_samples,
-        keep_hidden=keep_hidden,
-        on_tokens=progress.add_tokens,
-    ):
-        answers[completion.prompt_index, completion.sample_index] = completion
-        progress.add_answer()
-
-    rows: list[dict[str, Any]] = []
-    hidden: list[torch.Tensor] = []
-    logsumexp: list[torch.Tensor] = []
-    num_tokens = 0
-    hidden_file = storage.hidden_file_name(chunk.index) if keep_hidden else None
-    for index, sample in itertools.product(range(len(seeds)), range(config.num_samples)):
-        answer = answers.get((index, sample))
-        row = _answer_row(config, chunk, chunk.questions[index], seeds[index], sample, answer)
-        if answer is not None and keep_hidden:
-            row |= {"hidden_file": hidden_file, "hidden_offset": num_tokens}
-            assert answer.hidden_TD is not None
-            assert answer.logsumexp_T is not None
-            hidden.append(answer.hidden_TD)
-            logsumexp.append(answer.logsumexp_T)
-        num_tokens += len(row["completion_token_ids"])
-        rows.append(row)
-    if hidden_file is not None and hidden:
-        storage.write_hidden(directory / hidden_file, torch.cat(hidden), torch.cat(logsumexp))
-    storage.write_rows(directory / "work" / f"shard-{chunk.index:05d}.parquet", rows)
-    return num_tokens
-
-
-def _answer_row(
-    config: GenerateConfig,
-    chunk: _Chunk,
-    question: _Question,
-    seed: int,
-    sample_index: int,
-    answer: Completion | None,
-) -> dict[str, Any]:
-    prompt = question.prompt
-    token_ids = [] if answer is None else list(answer.token_ids)
-    reason = None
-    status: storage.Status = "completed"
-    if answer is None:
-        status, reason = "failed", "the backend returned no completion"
-    elif answer.finish_reason == "length":
-        status = "truncated"
-    return {
-        "row_id": f"{prompt.prompt_id}/{chunk.sampling_index}/{sample_index}",
-        "prompt_id": prompt.prompt_id,
-        "task": prompt.task,
-        "split": prompt.split,
-        "prompt_token_ids": list(question.token_ids),
-        "completion_token_ids": token_ids,
-        "loss_mask": [0] * len(question.token_ids) + [1] * len(token_ids),
-        "status": status,
-        "reason": reason,
-        "finish_reason": None if answer is None else answer.finish_reason,
-        "sampling_index": chunk.sampling_index,
-        "temperature": config.samplings[chunk.sampling_index].temperature,
-        "sample_index": sample_index,
-        "seed": sample_seed(seed, sample_index),
-    }
-
-
-def _rejected_row(prompt: Prompt, reason: str) -> dict[str, Any]:
-    return {
-        "row_id": f"{prompt.prompt_id}/rejected",
-        "prompt_id": prompt.prompt_id,
-        "task": prompt.task,
-        "split": prompt.split,
-        "prompt_token_ids": [],
-        "completion_token_ids": [],
-        "loss_mask": [],
-        "status": "rejected",
-        "reason": reason,
-    }
+    size = total(chunk.size(config.max_new_tokens) for chunk in chunks).times(config.num_samples)
+    kept_bytes = bytes_per_token(
+        config.target_store, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size
+    )
+    what = f"{size.num_answers} completions of up to {config.max_new_tokens} tokens"
+    if kept_bytes:
+        what += (
+            f" with up to {kept_bytes} bytes of the target's knowledge for each (target_store: "
+            f"{kind_of(config.target_store)}; top_k and sampled keep less than most hidden states, "
+            f"target_store: none nothing)"
+        )
+    require_free_bytes(directory, size.disk_bytes(kept_bytes), what=what)

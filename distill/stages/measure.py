@@ -2,15 +2,20 @@
 
 Refuses to know how drafts are trained and how numbers are shown.
 
-Payload (equal bytes for equal inputs):
+Payload (equal bytes for equal inputs); every number is defined in docs/definitions.md:
 
 ``acceptance.json``
-    ``cells``: one per draft, temperature and task (null: all tasks) with every rate and its 95%
-    interval over prompts. ``differences``: distilled minus undistilled, paired by prompt.
-    ``lossless``: greedy speculative answers against plain ones.
+    ``num_skipped``: prompts left out because the target has no room to answer them. ``cells``: one
+    per draft, temperature and task (null: all tasks) with every rate and its 95% interval over
+    prompts. ``primary``: the draft the verdict is about. ``differences``: it minus ``baseline``,
+    paired by prompt. ``lossless``: greedy answers against plain ones, and ``laws``, tests of
+    sampled tokens against the target's law. ``self_tests``: what must come out, and whether it did.
+    ``diagnosis``: where acceptance is lost. ``examples``: answers token by token.
 ``records.parquet``
     one row per draft, temperature and prompt: the counts and sums the cells come from, and the
     token ids that were emitted.
+``positions.parquet``
+    one row per draft, temperature and prompt: the target's text, and what each position says.
 
 Metrics (differ from run to run): ``timing``, see ``measure_timing``; ``verdict`` with ``ship``,
 ``reasons``, ``num_draft_tokens`` (the K to serve with) and ``num_draft_tokens_by_temperature`` (0
@@ -27,58 +32,39 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import model_validator
 
 from distill.artifacts import Artifact, ArtifactKey, ArtifactStore
-from distill.config import Config, setting
-from distill.errors import ArtifactError, ConfigError
+from distill.corpus import read_corpus
+from distill.errors import ArtifactError
 from distill.files import atomic_write
-from distill.lineage import check_same_target, fingerprints_of
-from distill.metrics import summary
+from distill.lineage import check_same_quantization, check_same_target, fingerprints_of
+from distill.metrics import self_tests, summary
 from distill.metrics.summary import PromptRecord
-from distill.metrics.verdict import DISTILLED, PROMPT_LOOKUP, UNDISTILLED, decide
-from distill.models import LoadedModel, ModelConfig, load_draft, load_target, model_revision
+from distill.metrics.verdict import DISTILLED, UNDISTILLED, decide
+from distill.models import LoadedModel, load_draft, load_target, model_revision
 from distill.stages.distill_draft import DistillConfig, build_undistilled, read_vocabulary
-from distill.stages.measure_runs import Contestant, read_held_out
-from distill.stages.measure_timing import TimingConfig, time_pair
-from distill.stages.measure_units import Bench, Units, compare_greedy
+from distill.stages.measure_audit import Answers, Audited, compare_greedy
+from distill.stages.measure_config import GIVEN_DRAFT, GateConfig, MeasureConfig, TimingConfig
+from distill.stages.measure_diagnosis import diagnose_draft, examples
+from distill.stages.measure_pair import beside, check_lengths, corpus_prompts, load_contestant
+from distill.stages.measure_runs import Contestant, HeldOutPrompt, read_held_out
+from distill.stages.measure_timing import time_pair
+from distill.stages.measure_units import Bench, Scored, Units
 from distill.vocab import check_pair
 
-__all__ = ["CODE_VERSION", "MeasureConfig", "TimingConfig", "measure_acceptance", "measure_key"]
+__all__ = [
+    "CODE_VERSION",
+    "GateConfig",
+    "MeasureConfig",
+    "TimingConfig",
+    "measure_acceptance",
+    "measure_key",
+]
 
 STAGE = "measure"
-CODE_VERSION = 2
+CODE_VERSION = 4
 INPUTS = ("distill", "generate")
-
-
-class MeasureConfig(Config):
-    """What is measured, on how much, and what it takes to ship."""
-
-    target: ModelConfig
-    temperatures: tuple[float, ...] = setting((0.0, 1.0), min_length=1)
-    num_draft_tokens: int = setting(4, ge=1, description="K of the acceptance runs")
-    max_new_tokens: int = setting(96, ge=1)
-    max_prompts_per_task: int | None = setting(
-        None, ge=1, description="held-out prompts per task; null: all"
-    )
-    batch_size: int = setting(32, ge=1, description="prompts decoded together: the unit of resume")
-    undistilled: bool = setting(
-        True, description="also measure the draft as it was before training"
-    )
-    prompt_lookup: bool = setting(True, description="also measure drafting by copying")
-    seed: int = setting(0, ge=0)
-    min_speedup: float = setting(
-        1.0, ge=0, description="ship only when the speedup exceeds this at every temperature"
-    )
-    timing: TimingConfig = TimingConfig()
-
-    @model_validator(mode="after")
-    def _check_temperatures(self) -> MeasureConfig:
-        if len(set(self.temperatures)) < len(self.temperatures) or min(self.temperatures) < 0:
-            raise ConfigError(
-                f"temperatures {list(self.temperatures)}: each once, and none below 0."
-            )
-        return self
+SCHEMA_VERSION = 2
 
 
 def measure_key(
@@ -86,19 +72,29 @@ def measure_key(
 ) -> ArtifactKey:
     """The key of what :func:`measure_acceptance` would build.
 
-    ``inputs`` are artifacts or their fingerprints.
+    ``inputs`` are artifacts or their fingerprints: "generate" and "distill", or none for a pair
+    that was not trained here (``config.draft``).
 
     Raises:
-        ArtifactError: ``inputs`` is not exactly {"generate": ..., "distill": ...}.
-        ModelNotFoundError: the target is a path, and nothing is there.
+        ArtifactError: ``inputs`` is not exactly what this config reads.
+        CorpusError: ``config.corpus`` cannot be read.
+        ModelNotFoundError: a model is a path, and nothing is there.
     """
-    if sorted(inputs) != list(INPUTS):
+    expected = [] if config.draft is not None else list(INPUTS)
+    if sorted(inputs) != expected:
+        wanted = "two artifacts, 'generate' and 'distill'"
+        if not expected:
+            wanted = "no artifact, because measure.draft names a draft that exists"
         raise ArtifactError(
-            "measure reads two artifacts, 'generate' and 'distill', but was given: "
-            f"{', '.join(inputs) or 'none'}."
+            f"measure reads {wanted}, but was given: {', '.join(inputs) or 'none'}."
         )
     fingerprints = fingerprints_of(inputs)
     revisions = {"target": model_revision(config.target)}
+    models = dict(config.drafts)
+    if config.draft is not None and config.corpus is not None:
+        models[GIVEN_DRAFT] = config.draft
+        revisions["corpus"] = f"sha256:{read_corpus(config.corpus).sha256}"
+    revisions |= {f"draft/{name}": model_revision(model) for name, model in models.items()}
     return store.key(STAGE, CODE_VERSION, config, inputs=fingerprints, revisions=revisions)
 
 
@@ -109,7 +105,10 @@ def measure_acceptance(
     inputs: Mapping[str, Artifact],
     rebuild: bool = False,
 ) -> Artifact:
-    """Measure the distilled draft on held-out prompts. Resumes what was killed.
+    """Measure a draft on prompts that neither its training nor its selection has seen.
+
+    Resumes what was killed. ``inputs``: "generate" and "distill"; none when ``config.draft`` names
+    a draft that was not trained here.
 
     Raises:
         ArtifactError: an input is missing, of another stage, or made with another target.
@@ -125,6 +124,10 @@ def measure_acceptance(
             reference=config.target.model,
             revision=key.parts["revisions"]["target"],
         )
+    if "generate" in inputs:
+        check_same_quantization(
+            inputs["generate"], name="generate", quantize=config.target.quantize
+        )
     return store.get_or_build(
         key, lambda directory: _build(config, inputs, directory), rebuild=rebuild
     )
@@ -134,11 +137,10 @@ def _build(
     config: MeasureConfig, inputs: Mapping[str, Artifact], directory: Path
 ) -> dict[str, Any]:
     started = time.perf_counter()
-    prompts = read_held_out(
-        inputs["generate"], config.temperatures, max_prompts_per_task=config.max_prompts_per_task
-    )
+    askable = _prompts(config, inputs)
     target = load_target(config.target)
-    contestants = _contestants(config, inputs["distill"], target)
+    prompts = check_lengths(askable, target, config.max_new_tokens)
+    contestants = _contestants(config, inputs, target)
     bench = Bench(
         target=target,
         contestants=contestants,
@@ -149,25 +151,14 @@ def _build(
         seed=config.seed,
     )
     answers = bench.plain_answers(prompts, config.temperatures)
-    records, emitted = bench.records(prompts, config.temperatures, answers)
-    cells = summary.summarize(records, num_draft_tokens=config.num_draft_tokens, seed=config.seed)
-    content: dict[str, Any] = {
-        "schema_version": 1,
-        "num_draft_tokens": config.num_draft_tokens,
-        "max_new_tokens": config.max_new_tokens,
-        "temperatures": list(config.temperatures),
-        "drafts": [c.name for c in contestants],
-        "num_prompts": len(prompts),
-        "cells": cells,
-        "differences": summary.compare(
-            records, draft=DISTILLED, baseline=UNDISTILLED, seed=config.seed
-        ),
-        "lossless": compare_greedy(
-            target, prompts, answers, records, emitted, max_new_tokens=config.max_new_tokens
-        ),
-    }
+    scored = bench.scored(prompts, config.temperatures, answers)
+    records, emitted = bench.records(prompts, config.temperatures, scored)
+    content = _content(config, bench, prompts, answers, scored, records, emitted)
+    content["num_skipped"] = len(askable) - len(prompts)
     _write_records(directory / "records.parquet", records, emitted)
-    atomic_write(directory / "acceptance.json", json.dumps(content, indent=1) + "\n")
+    _write_positions(directory / "positions.parquet", prompts, answers, scored)
+    text = json.dumps(content, indent=1, allow_nan=False)
+    atomic_write(directory / "acceptance.json", text + "\n")
     acceptance_s = time.perf_counter() - started
     timing: dict[str, Any] = {}
     if config.timing.enabled:
@@ -175,23 +166,91 @@ def _build(
             target,
             contestants,
             prompts,
-            cells,
+            content["cells"],
             temperatures=config.temperatures,
             config=config.timing,
             seed=config.seed,
         )
+    verdict = decide(
+        content["lossless"],
+        timing,
+        draft=config.primary,
+        faults=self_tests.failures(content["self_tests"]),
+    )
     return {
         "timing": timing,
-        "verdict": decide(content["lossless"], timing, min_speedup=config.min_speedup),
+        "verdict": verdict,
         "num_units_resumed": bench.units.num_resumed,
         "acceptance_s": acceptance_s,
         "wall_s": time.perf_counter() - started,
     }
 
 
+def _content(
+    config: MeasureConfig,
+    bench: Bench,
+    prompts: Sequence[HeldOutPrompt],
+    answers: Answers,
+    scored: Scored,
+    records: Sequence[PromptRecord],
+    emitted: Sequence[list[int]],
+) -> dict[str, Any]:
+    """What acceptance.json holds."""
+    differences = []
+    if config.baseline is not None:
+        differences = summary.compare(
+            records, draft=config.primary, baseline=config.baseline, seed=config.seed
+        )
+    greedy = compare_greedy(
+        bench.target,
+        prompts,
+        answers,
+        records,
+        emitted,
+        draft=config.primary,
+        decoded=Audited(config.num_draft_tokens, config.max_new_tokens, config.batch_size),
+    )
+    laws = bench.laws(prompts, config.temperatures, config.law_samples)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "num_draft_tokens": config.num_draft_tokens,
+        "max_new_tokens": config.max_new_tokens,
+        "temperatures": list(config.temperatures),
+        "drafts": [c.name for c in bench.contestants],
+        "primary": config.primary,
+        "baseline": config.baseline,
+        "num_prompts": len(prompts),
+        "cells": summary.summarize(
+            records, num_draft_tokens=config.num_draft_tokens, seed=config.seed
+        ),
+        "differences": differences,
+        "lossless": greedy | {"laws": laws},
+        "self_tests": bench.self_tests(prompts, config.temperatures, answers, scored, records),
+        "diagnosis": diagnose_draft(bench, prompts, config.temperatures, answers, scored),
+        "examples": examples(bench, prompts, config.temperatures, answers, scored),
+    }
+
+
+def _prompts(config: MeasureConfig, inputs: Mapping[str, Artifact]) -> list[HeldOutPrompt]:
+    most = config.max_prompts_per_task
+    if config.corpus is not None:
+        return corpus_prompts(config.corpus, config.target, max_prompts_per_task=most)
+    return read_held_out(
+        inputs["generate"],
+        config.temperatures,
+        max_prompts_per_task=most,
+        max_new_tokens=config.max_new_tokens,
+    )
+
+
 def _contestants(
-    config: MeasureConfig, distilled: Artifact, target: LoadedModel
+    config: MeasureConfig, inputs: Mapping[str, Artifact], target: LoadedModel
 ) -> list[Contestant]:
+    """The primary draft first, then what it is measured beside."""
+    if config.draft is not None:
+        given = load_contestant(GIVEN_DRAFT, config.draft, config.target, target)
+        return [given, *beside(config, target)]
+    distilled = inputs["distill"]
     # As serve loads it: another precision would be another draft, faster or slower, right or wrong.
     draft = load_draft(distilled, dtype=config.target.dtype, device=config.target.device)
     check_pair(target.tokenizer, target.shape, draft.tokenizer, draft.shape)
@@ -202,13 +261,11 @@ def _contestants(
     if config.undistilled:
         # Fields outside the fingerprint cannot change the draft, so their defaults will do.
         settings = {**distilled.manifest.config, "target": config.target}
-        undistilled = build_undistilled(DistillConfig.model_validate(settings))
+        undistilled = build_undistilled(DistillConfig.model_validate(settings), inputs)
         # The device alone: .to(dtype) would round the rotary frequencies, which stay float32.
         undistilled.model.to(draft.device)
         contestants.append(Contestant(UNDISTILLED, undistilled, token_ids))
-    if config.prompt_lookup:
-        contestants.append(Contestant(PROMPT_LOOKUP))
-    return contestants
+    return [*contestants, *beside(config, target)]
 
 
 def _write_records(
@@ -226,5 +283,26 @@ def _write_records(
             "token_ids": token_ids,
         }
         for r, token_ids in zip(records, emitted, strict=True)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path, compression="zstd")
+
+
+def _write_positions(
+    path: Path, prompts: Sequence[HeldOutPrompt], answers: Answers, scored: Scored
+) -> None:
+    tasks = {prompt.prompt_id: prompt.task for prompt in prompts}
+    rows = [
+        {
+            "draft": draft,
+            "temperature": temperature,
+            "prompt_id": prompt_id,
+            "task": tasks[prompt_id],
+            "token_ids": answers[temperature, prompt_id],
+            "entropy": found["target"]["entropy"],
+            **one["columns"],
+        }
+        for (temperature, prompt_id), found in scored.items()
+        for draft, one in found["drafts"].items()
+        if one["columns"]
     ]
     pq.write_table(pa.Table.from_pylist(rows), path, compression="zstd")

@@ -9,26 +9,26 @@ import functools
 import itertools
 import logging
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from distill.config import Config, setting
 from distill.metrics import intervals, planner, timing
-from distill.metrics.verdict import DISTILLED
+from distill.metrics.planner_tables import (
+    Rates,
+    improvements,
+    plan_batches,
+    serving_depth,
+    speedups_by_alpha,
+)
+from distill.metrics.sentences import few_prompts
 from distill.models import LoadedModel
-from distill.runtime.cache import RaggedCache, forward, prefill
-from distill.runtime.decode import DecodeRequest, DecodeResult, decode_batch
+from distill.runtime.decode import DecodeRequest, DecodeResult
+from distill.runtime.speculative import decode_batch
 from distill.runtime.stats import DecodeStats
 from distill.sampling import SamplingConfig
-from distill.stages.measure_runs import (
-    PLAIN,
-    Contestant,
-    HeldOutPrompt,
-    make_engine,
-    request_of,
-)
+from distill.stages.measure_batch import batch_costs, draft_call, synchronize, target_pass
+from distill.stages.measure_config import PLAIN, TimingConfig
+from distill.stages.measure_runs import Contestant, HeldOutPrompt, make_engine, request_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,18 +37,6 @@ DraftAt = tuple[str, float]
 
 _COST_DRAFT_TOKENS = 4
 _WIDTHS = (1, 2, 3, 4, 5, 7, 9, 12, 16)
-
-
-class TimingConfig(Config):
-    """How speed is measured: batch 1, interleaved with plain decoding in the same engine."""
-
-    enabled: bool = setting(True, description="false: no speed, and so no verdict to ship")
-    num_prompts: int = setting(4, ge=1, description="spread over the lengths of the prompts")
-    max_new_tokens: int = setting(64, ge=1)
-    repeats: int = setting(3, ge=1, description="passes per contestant, interleaved")
-    cost_repeats: int = setting(15, ge=1, description="timings of each single step")
-    max_draft_tokens: int = setting(8, ge=1, description="the deepest K the planner may choose")
-    baselines: bool = setting(True, description="time the other drafts too, not the distilled only")
 
 
 def time_pair(
@@ -61,16 +49,22 @@ def time_pair(
     config: TimingConfig,
     seed: int,
 ) -> dict[str, Any]:
-    """Measure costs, choose K for each draft and temperature, and time it there.
+    """Measure costs, choose K for each draft, and time it there.
 
-    A draft whose best K is 0 is timed at K = 1 all the same: "do not use it" needs evidence too.
+    The first contestant is the one that is judged: at every temperature it is timed at the one K it
+    would be served with (``serving_depth``). The others are timed at their best K of each
+    temperature, as strong as they get. A best K of 0 is timed at K = 1 all the same: "do not use
+    it" needs evidence too.
 
     Returns conditions, target_step_ms, verify_cost_ratio, draft_costs, plans (the predicted curve
-    of each draft and temperature) and runs (what was timed). Everything is JSON-able.
+    of each draft and temperature), batches (costs of many rows at once) and runs (what was timed).
+    Everything is JSON-able.
     """
-    timed = [c for c in contestants if config.baselines or c.name == DISTILLED]
+    timed = list(contestants) if config.baselines else [contestants[0]]
     chosen = _spread_out(prompts, config.num_prompts)
-    costs = _step_costs(target, timed, chosen, temperatures, config)
+    context = _typical_context(target, timed, chosen, config)
+    costs = _step_costs(target, timed, context, temperatures, config)
+    batches = batch_costs(target, timed[0], context, temperatures, config)
     plans: list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []
     for temperature in temperatures:
@@ -78,11 +72,21 @@ def time_pair(
             _plan(c.name, temperature, _pooled(cells, c.name, temperature), costs, config)
             for c in timed
         ]
+        rates = _rates(_pooled(cells, timed[0].name, temperature))
+        at_batches = [row for row in batches if row["temperature"] == temperature]
+        here[0] |= {
+            "by_batch_size": plan_batches(
+                rates, at_batches, max_draft_tokens=config.max_draft_tokens
+            )
+        }
         plans += here
+    for temperature in temperatures:
+        here = [plan for plan in plans if plan["temperature"] == temperature]
+        depths = _depths(plans, temperature, judged=timed[0].name)
         logger.info(
             "timing %d drafts at temperature %g against plain decoding", len(timed), temperature
         )
-        runs += _time_drafts(target, timed, here, chosen, temperature, config, seed)
+        runs += _time_drafts(target, timed, here, depths, chosen, config, seed)
     return {
         "conditions": timing.conditions(target.device, target.dtype) | {"batch_size": 1},
         "num_prompts": len(chosen),
@@ -99,6 +103,7 @@ def time_pair(
             }
             for (name, temperature), spread in costs.draft_step_ms.items()
         ],
+        "batches": batches,
         "plans": plans,
         "runs": runs,
     }
@@ -120,14 +125,13 @@ def _pooled(
 # ------------------------------------------------------------------------------ costs
 
 
-def _step_costs(
+def _typical_context(
     target: LoadedModel,
     contestants: Sequence[Contestant],
     prompts: Sequence[HeldOutPrompt],
-    temperatures: Sequence[float],
     config: TimingConfig,
-) -> timing.StepCosts[DraftAt]:
-    """c and v(n) after a context as long as a typical row's half way through its answer."""
+) -> list[int]:
+    """A context as long as a typical row's half way through its answer, within all contexts."""
     deepest = config.max_draft_tokens + 1
     prompt = prompts[len(prompts) // 2].token_ids
     length = len(prompt) + config.max_new_tokens // 2
@@ -135,12 +139,23 @@ def _step_costs(
         m.shape.max_position_embeddings for m in (target, *(c.model for c in contestants)) if m
     ]
     length = max(2, min(length, *(limit - deepest for limit in limits)))
-    context = list(itertools.islice(itertools.cycle(prompt), length))
+    return list(itertools.islice(itertools.cycle(prompt), length))
+
+
+def _step_costs(
+    target: LoadedModel,
+    contestants: Sequence[Contestant],
+    context: Sequence[int],
+    temperatures: Sequence[float],
+    config: TimingConfig,
+) -> timing.StepCosts[DraftAt]:
+    """c and v(n) after the context."""
+    deepest = config.max_draft_tokens + 1
     num_drafted = min(_COST_DRAFT_TOKENS, config.max_draft_tokens)
     return timing.measure_step_costs(
-        _target_pass(target, context),
+        target_pass(target, context),
         {
-            (c.name, t): _draft_call(target, c, context, t, num_drafted)
+            (c.name, t): draft_call(target, c, context, t, num_drafted)
             for c in contestants
             for t in temperatures
         },
@@ -148,50 +163,6 @@ def _step_costs(
         repeats=config.cost_repeats,
         draft_steps_per_call=num_drafted,
     )
-
-
-def _target_pass(target: LoadedModel, context: Sequence[int]) -> Callable[[int], None]:
-    """The target on the last n tokens' worth of input after the context, through its cache."""
-    cache = RaggedCache(target.model, max_rows=1)
-    row = cache.join()
-    cache.reserve(len(context) + 64)
-    prefill(target.model, cache, {row: context})
-
-    def run(num_tokens: int) -> None:
-        tokens = [context[-1 - i % len(context)] for i in range(num_tokens)]
-        forward(target.model, cache, [tokens])
-        _synchronize(target.device)
-        cache.roll_back(row, len(context))
-
-    return run
-
-
-def _draft_call(
-    target: LoadedModel,
-    contestant: Contestant,
-    context: Sequence[int],
-    temperature: float,
-    num_drafted: int,
-) -> Callable[[], None]:
-    """One proposal after the context, as in a round: the last token is read, then each draft."""
-    drafter = contestant.make_drafter()
-    drafter.start(
-        vocabulary_size=min(target.shape.vocab_size, len(target.tokenizer)), max_batch_size=1
-    )
-    drafter.join(0, context, SamplingConfig(temperature=temperature), seed=0)
-
-    def run() -> None:
-        drafter.propose([0], [context], [num_drafted])
-        _synchronize(target.device)
-        # A round always commits a token the draft has not read: leave it the last one to read.
-        drafter.commit(0, len(context) - 1)
-
-    return run
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # ------------------------------------------------------------------------------ plan
@@ -207,11 +178,8 @@ def _plan(
     """The predicted curve over K from measured acceptance and costs, and its best point."""
     draft_cost_ratio = costs.draft_cost_ratio[draft, temperature]
     verify = planner.interpolate(costs.verify_cost_ratio)
-    tokens = planner.tokens_from_positions(
-        [e["value"] for e in cell["conditional_acceptance_by_position"]],
-        tail_rate=cell["acceptance_rate"]["value"] or 0.0,
-        draft_coverage=cell["draft_coverage"],
-    )
+    rates = _rates(cell)
+    tokens = rates.tokens()
     settings: dict[str, Any] = {
         "draft_cost_ratio": draft_cost_ratio,
         "verify_cost_ratio": verify,
@@ -235,7 +203,36 @@ def _plan(
             max_draft_tokens=config.max_draft_tokens,
         ),
         "curve": curve,
+        "improvements": improvements(
+            rates,
+            draft_cost_ratio=draft_cost_ratio,
+            verify_cost_ratio=verify,
+            max_draft_tokens=config.max_draft_tokens,
+        ),
+        "by_alpha": speedups_by_alpha(
+            draft_cost_ratio=draft_cost_ratio,
+            verify_cost_ratio=verify,
+            max_draft_tokens=config.max_draft_tokens,
+        ),
     }
+
+
+def _rates(cell: Mapping[str, Any]) -> Rates:
+    """How often a draft was accepted, by position, pooled over tasks."""
+    return Rates(
+        [e["value"] for e in cell["conditional_acceptance_by_position"]],
+        cell["acceptance_rate"]["value"] or 0.0,
+        cell["draft_coverage"],
+    )
+
+
+def _depths(
+    plans: Sequence[Mapping[str, Any]], temperature: float, *, judged: str
+) -> dict[str, int]:
+    """The K that each draft is timed at."""
+    depths = {p["draft"]: p["num_draft_tokens"] for p in plans if p["temperature"] == temperature}
+    depths[judged] = serving_depth([plan for plan in plans if plan["draft"] == judged]) or 0
+    return {draft: max(1, depth) for draft, depth in depths.items()}
 
 
 # ------------------------------------------------------------------------------ wall clock
@@ -245,14 +242,16 @@ def _time_drafts(
     target: LoadedModel,
     contestants: Sequence[Contestant],
     plans: Sequence[Mapping[str, Any]],
+    depths: Mapping[str, int],
     prompts: Sequence[HeldOutPrompt],
-    temperature: float,
     config: TimingConfig,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """Every draft at its K and plain decoding, prompt by prompt, interleaved, at batch 1."""
-    sampling = SamplingConfig(temperature=temperature)
-    depths = {plan["draft"]: max(1, plan["num_draft_tokens"]) for plan in plans}
+    """Every draft at its K and plain decoding, prompt by prompt, interleaved, at batch 1.
+
+    ``plans`` are of one temperature, one a contestant.
+    """
+    sampling = SamplingConfig(temperature=plans[0]["temperature"])
     max_length = max(len(p.token_ids) for p in prompts) + config.max_new_tokens
     engines = {
         name: make_engine(
@@ -274,7 +273,7 @@ def _time_drafts(
 
         def run(name: str, request: DecodeRequest = request, latest: Any = latest) -> None:
             latest[name] = decode_batch(engines[name], [request])[0]
-            _synchronize(target.device)
+            synchronize(target.device)
 
         measured = timing.interleave(
             {name: functools.partial(run, name) for name in engines},
@@ -312,6 +311,7 @@ def _run_row(
         "plain_tokens_per_s": _throughput(seconds[PLAIN], num_tokens[PLAIN]),
         "tokens_per_s": _throughput(seconds[draft], num_tokens[draft]),
         "speedup": speedup.to_dict(),
+        "caveat": few_prompts(speedup.num_prompts),
         "predicted_speedup": predicted,
         "efficiency": None if speedup.value is None else speedup.value / predicted,
         "block_efficiency": stats.block_efficiency,

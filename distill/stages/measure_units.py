@@ -15,16 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from distill.files import atomic_write
+from distill.metrics.chain import expected_counts
+from distill.metrics.self_tests import analytic_equals_decoded
 from distill.metrics.summary import PromptRecord
 from distill.models import LoadedModel
 from distill.sampling import SamplingConfig
 from distill.stages import measure_runs as runs
-from distill.stages.measure_runs import PLAIN, Contestant, HeldOutPrompt
+from distill.stages.measure_audit import Answers, draw_law_samples, law_row
+from distill.stages.measure_checks import check_models
+from distill.stages.measure_config import PLAIN
+from distill.stages.measure_forced import score_texts
+from distill.stages.measure_runs import Contestant, HeldOutPrompt
 
 logger = logging.getLogger(__name__)
 
-Answers = Mapping[tuple[float, str], list[int]]
-"""(temperature, prompt_id) -> token ids."""
+Scored = Mapping[tuple[float, str], Mapping[str, Any]]
+"""(temperature, prompt_id) -> the columns of the target's text, see ``measure_forced``."""
 
 
 class Units:
@@ -74,17 +80,33 @@ class Bench:
                     answers[temperature, prompt.prompt_id] = answer
         return answers
 
-    def records(
+    def scored(
         self, prompts: Sequence[HeldOutPrompt], temperatures: Sequence[float], answers: Answers
+    ) -> Scored:
+        """The target's answers read by every draft."""
+        found: dict[tuple[float, str], Mapping[str, Any]] = {}
+        for temperature in temperatures:
+
+            def compute(chunk: Sequence[HeldOutPrompt], temperature: float = temperature) -> Any:
+                texts = [(p.token_ids, answers[temperature, p.prompt_id]) for p in chunk]
+                return score_texts(
+                    self.target, self.contestants, texts, SamplingConfig(temperature=temperature)
+                )
+
+            for prompt, row in self._by_chunk("analytic", prompts, temperature, compute):
+                found[temperature, prompt.prompt_id] = row
+        return found
+
+    def records(
+        self, prompts: Sequence[HeldOutPrompt], temperatures: Sequence[float], scored: Scored
     ) -> tuple[list[PromptRecord], list[list[int]]]:
         """One record, and the emitted token ids, per temperature, contestant and prompt."""
         records: list[PromptRecord] = []
         emitted: list[list[int]] = []
         for temperature in temperatures:
-            forced = self._teacher_forced(prompts, temperature, answers)
             for contestant in self.contestants:
                 for prompt, row in self._decoded(contestant, prompts, temperature):
-                    num_positions, sums = forced[prompt.prompt_id][contestant.name]
+                    forced = scored[temperature, prompt.prompt_id]["drafts"][contestant.name]
                     records.append(
                         PromptRecord(
                             draft=contestant.name,
@@ -92,25 +114,76 @@ class Bench:
                             prompt_id=prompt.prompt_id,
                             task=prompt.task,
                             counts=row["counts"],
-                            num_positions=num_positions,
-                            acceptance_sums=sums,
+                            num_positions=forced["num_positions"],
+                            acceptance_sums=forced["sums"],
                         )
                     )
                     emitted.append(row["token_ids"])
         return records, emitted
 
-    def _teacher_forced(
-        self, prompts: Sequence[HeldOutPrompt], temperature: float, answers: Answers
-    ) -> dict[str, Any]:
-        def compute(chunk: Sequence[HeldOutPrompt]) -> Any:
-            texts = [(p.token_ids, answers[temperature, p.prompt_id]) for p in chunk]
-            return runs.teacher_forced_sums(
-                self.target, self.contestants, texts, SamplingConfig(temperature=temperature)
-            )
+    def laws(
+        self, prompts: Sequence[HeldOutPrompt], temperatures: Sequence[float], num_samples: int
+    ) -> list[dict[str, Any]]:
+        """Do tokens drawn with the first draft follow the target's law? One test a temperature."""
+        rows = []
+        draft = self.contestants[0]
+        for temperature in [t for t in temperatures if t > 0.0 and num_samples]:
 
-        return {
-            p.prompt_id: row for p, row in self._by_chunk("analytic", prompts, temperature, compute)
-        }
+            def compute(temperature: float = temperature) -> Any:
+                return draw_law_samples(
+                    self.target,
+                    draft,
+                    prompts,
+                    temperature,
+                    num_samples=num_samples,
+                    seed=self.seed,
+                )
+
+            samples = self.units.get(f"law-t{temperature!r}", compute)
+            rows.append(law_row(samples, draft=draft.name, temperature=temperature))
+        return rows
+
+    def self_tests(
+        self,
+        prompts: Sequence[HeldOutPrompt],
+        temperatures: Sequence[float],
+        answers: Answers,
+        scored: Scored,
+        records: Sequence[PromptRecord],
+    ) -> list[dict[str, Any]]:
+        """What must come out, and whether it did, at every temperature."""
+        tests: list[dict[str, Any]] = []
+        for temperature in temperatures:
+
+            def compute(temperature: float = temperature) -> Any:
+                return check_models(
+                    self.target, self.contestants[0], prompts, answers, temperature, seed=self.seed
+                )
+
+            tests += self.units.get(f"self_tests-t{temperature!r}", compute)
+            for contestant in [c for c in self.contestants if not c.is_lookup]:
+                mine = [
+                    r for r in records if (r.draft, r.temperature) == (contestant.name, temperature)
+                ]
+                expected = [
+                    expected_counts(
+                        acceptance_column(
+                            scored[temperature, r.prompt_id],
+                            contestant.name,
+                            len(answers[temperature, r.prompt_id]),
+                        ),
+                        self.num_draft_tokens,
+                        budget=self.max_new_tokens,
+                    )
+                    for r in mine
+                ]
+                counts = [r.counts for r in mine]
+                tests.append(
+                    analytic_equals_decoded(
+                        contestant.name, temperature, counts, expected, seed=self.seed
+                    ).to_dict()
+                )
+        return tests
 
     def _decoded(
         self, contestant: Contestant | None, prompts: Sequence[HeldOutPrompt], temperature: float
@@ -149,40 +222,11 @@ class Bench:
         return found
 
 
-def compare_greedy(
-    target: LoadedModel,
-    prompts: Sequence[HeldOutPrompt],
-    answers: Answers,
-    records: Sequence[PromptRecord],
-    emitted: Sequence[list[int]],
-    *,
-    max_new_tokens: int,
-) -> dict[str, Any]:
-    """Every draft's greedy answers against the target's plain ones; zeros without greedy ones.
-
-    ``max_new_tokens`` is the budget the drafts had.
-    """
-    token_ids = {p.prompt_id: p.token_ids for p in prompts}
-    divergences = []
-    num_compared = 0
-    for record, speculative in zip(records, emitted, strict=True):
-        if record.temperature != 0.0:
-            continue
-        num_compared += 1
-        plain = answers[0.0, record.prompt_id]
-        prompt = token_ids[record.prompt_id]
-        found = runs.find_divergence(
-            target, prompt, plain, speculative, max_new_tokens=max_new_tokens
-        )
-        if found is not None:
-            divergences.append({"prompt_id": record.prompt_id, "draft": record.draft, **found})
-    num_ties = sum(d["is_tie"] for d in divergences)
-    return {
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "tie_ulps": runs.TIE_ULPS[target.dtype],
-        "num_compared": num_compared,
-        "num_identical": num_compared - len(divergences),
-        "num_ties": num_ties,
-        "num_broken": len(divergences) - num_ties,
-        "divergences": divergences,
-    }
+def acceptance_column(scored: Mapping[str, Any], draft: str, length: int) -> list[float | None]:
+    """r of every token of a text; None where the draft proposes nothing."""
+    column: list[float | None] = [None] * length
+    columns = scored["drafts"][draft]["columns"]
+    if columns:
+        for position, rate in zip(columns["position"], columns["text"], strict=True):
+            column[position] = rate
+    return column

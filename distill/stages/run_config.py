@@ -7,22 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from distill import config as mechanism
-from distill.config import Config
+from distill.config import Config, setting
+from distill.errors import ConfigError
 from distill.export import ExportConfig
+from distill.initialization import InitializationConfig
 from distill.models import ModelConfig
 from distill.stages.distill_draft import DistillConfig
 from distill.stages.generate import GenerateConfig
 from distill.stages.measure import MeasureConfig
+from distill.stages.rollouts import RolloutConfig
 from distill.stages.serve import ServeConfig
+from distill.target_store.config import kind_of, knowledge_of
 
 # The stages whose section names the target: filled from the top level, so that each
 # section is complete by itself and `generate(config.generate, store)` needs nothing else.
-SECTIONS_WITH_TARGET = ("generate", "distill", "measure", "serve", "export")
+SECTIONS_WITH_TARGET = ("generate", "rollouts", "distill", "measure", "serve", "export")
 
 
 class HardwareConfig(Config):
@@ -45,12 +49,34 @@ class RunConfig(Config):
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     target: ModelConfig
+    pipeline: Literal["standard", "on_policy"] = setting(
+        "standard", description="on_policy: rounds on text the draft writes follow the training"
+    )
     generate: GenerateConfig
+    rollouts: RolloutConfig
     distill: DistillConfig
     measure: MeasureConfig
     serve: ServeConfig
     export: ExportConfig
     hardware: HardwareConfig = HardwareConfig()
+    candidates: tuple[InitializationConfig, ...] = Field(
+        default=(), description="other starts that `distill plan` compares with the draft's own"
+    )
+
+    @model_validator(mode="after")
+    def _check_target_store(self) -> RunConfig:
+        store = self.generate.target_store
+        kind = kind_of(store)
+        if self.distill.engine != "trl":  # which runs the target itself, and reads no store
+            source = f"generate.target_store: {kind}"
+            self.distill.check_for_knowledge(knowledge_of(store), source=source)
+        if self.pipeline == "on_policy" and knowledge_of(store) != "full":
+            raise ConfigError(
+                f"pipeline is on_policy and generate.target_store {kind}, but text the draft wrote "
+                f"is scored in full, and one step cannot mix the two; set generate.target_store "
+                f"to final_hidden or none, or pipeline: standard"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod

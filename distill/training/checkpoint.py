@@ -18,7 +18,7 @@ from torch import Tensor
 from distill.files import atomic_write
 from distill.training.select import Best, HeldOutScore
 
-_STATE = "state.json"
+STATE_FILE = "state.json"
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,24 @@ def save_state(
         "log": log,
         "seconds": seconds,
     }
-    atomic_write(directory / _STATE, json.dumps(record))
+    atomic_write(directory / STATE_FILE, json.dumps(record))
     for path in directory.glob("*.safetensors"):
         if path.name not in (state_name, best_name):
             path.unlink()
 
 
+def saved_step(directory: Path) -> int | None:
+    """Return the step of the last state saved in this directory, or None."""
+    path = directory / STATE_FILE
+    if not path.is_file():
+        return None
+    step: int = json.loads(path.read_text(encoding="utf-8"))["step"]
+    return step
+
+
 def load_state(directory: Path) -> SavedState | None:
     """Return the last state saved in this directory, or None."""
-    path = directory / _STATE
+    path = directory / STATE_FILE
     if not path.is_file():
         return None
     record = json.loads(path.read_text(encoding="utf-8"))

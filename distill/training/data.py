@@ -1,25 +1,25 @@
-"""Owns the training text: rows in memory, the target's states beside them, batches, their order.
+"""Owns the training text: rows in memory, what is known of the target there, batches, their order.
 
 Refuses to know losses, models and optimisers.
 
-B rows of a batch, T positions, N positions that carry loss, D width.
+B rows of a batch, T positions, N positions that carry loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import pyarrow.parquet as pq
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from distill.artifacts import Artifact
-from distill.errors import ConfigError, TrainingError
+from distill.errors import TrainingError
+from distill.losses import TargetKnowledge
+from distill.target_store.files import StoredTarget
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -36,15 +36,15 @@ class Row:
     """One answer of the target, with the positions whose next token is trained on.
 
     `input_ids_T` is prompt and completion without its last id, which nothing follows.
-    `positions_N` index it; `state_rows_N` index the states file `states_name`: the state there
-    is the target's at the same position.
+    `positions_N` index it; `target_rows_N` index the file `target_file` of the target store: what
+    is there is known of the target at the same position. Without a store the name is empty.
     """
 
     row_id: str
     input_ids_T: Ints
     positions_N: Ints
-    states_name: str
-    state_rows_N: Ints
+    target_file: str
+    target_rows_N: Ints
 
     @property
     def length(self) -> int:
@@ -69,8 +69,7 @@ class Batch:
     input_ids_BT: Tensor
     flat_positions_N: Tensor
     row_index_N: Tensor
-    target_hidden_ND: Tensor
-    target_logsumexp_N: Tensor
+    target: TargetKnowledge
 
 
 def read_rows(
@@ -81,19 +80,12 @@ def read_rows(
     Positions past `max_length`, the draft's context, are cut off.
 
     Raises:
-        ConfigError: the answers were generated without the target's states.
         TrainingError: no row of the split has a position to train on.
     """
     table = pq.read_table(artifact.file(_COMPLETIONS))
-    if not any(entry.path.endswith(".safetensors") for entry in artifact.manifest.files):
-        raise ConfigError(
-            f"{artifact.path} holds the target's answers without its states, and distillation "
-            f"compares the draft with them. Set generate.target_store: final_hidden and run "
-            f"generate again."
-        )
     rows: list[Row] = []
     num_seen = num_cut = 0
-    records = table.select(["row_id", "split", "status", "hidden_file", "hidden_offset"])
+    records = table.select(["row_id", "split", "status", "target_file", "target_offset"])
     for index, record in enumerate(records.to_pylist()):
         if record["split"] != split or record["status"] not in _USABLE:
             continue
@@ -133,59 +125,53 @@ def _row(
     positions_N = positions_N[(positions_N >= num_prompt - 1) & (positions_N < max_length)]
     if not len(positions_N):
         return None
-    state_rows_N = positions_N - (num_prompt - 1) + record["hidden_offset"]
+    target_rows_N = positions_N - (num_prompt - 1) + (record["target_offset"] or 0)
     # nothing is learnt from what follows the last trained position
     ids = ids[: positions_N[-1] + 1]
-    return Row(record["row_id"], ids, positions_N, record["hidden_file"], state_rows_N)
+    return Row(record["row_id"], ids, positions_N, record["target_file"] or "", target_rows_N)
 
 
-class TargetStates:
-    """The states that generate stored, memory-mapped: read once, kept by the system's cache."""
+class TargetSource(Protocol):
+    """Who knows the target at the positions of rows: a store's files, or the target itself."""
+
+    def of(self, rows: Sequence[Row]) -> TargetKnowledge:
+        """Return what is known at the rows' positions, in their order."""
+        ...
+
+
+class TargetFiles:
+    """What generate stored."""
 
     def __init__(self, artifact: Artifact) -> None:
-        self._files = {
-            entry.path: _open_states(artifact.file(entry.path))
-            for entry in artifact.manifest.files
-            if entry.path.endswith(".safetensors")
-        }
+        self._stored = StoredTarget(artifact)
 
-    @property
-    def width(self) -> int:
-        """D: the target's width."""
-        return next(iter(self._files.values()))[0].shape[1]
-
-    def of(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-        """Return (hidden_ND, logsumexp_N) of the rows' positions, in their order."""
-        hidden, logsumexp = [], []
-        for row in rows:
-            hidden_ND, logsumexp_N = self._files[row.states_name]
-            index_N = torch.from_numpy(row.state_rows_N)
-            hidden.append(hidden_ND.index_select(0, index_N))
-            logsumexp.append(logsumexp_N.index_select(0, index_N))
-        return torch.cat(hidden), torch.cat(logsumexp)
+    def of(self, rows: Sequence[Row]) -> TargetKnowledge:
+        """Read it; see :class:`TargetSource`."""
+        return self._stored.at(
+            [(row.target_file, torch.from_numpy(row.target_rows_N)) for row in rows]
+        )
 
 
-def _open_states(path: Path) -> tuple[Tensor, Tensor]:
-    with safe_open(path, framework="pt") as file:
-        return file.get_tensor("hidden_ND"), file.get_tensor("logsumexp_N")
-
-
-def collate(rows: Sequence[Row], states: TargetStates) -> Batch:
-    """Pad rows to one length and gather the target's states of their positions."""
+def pad(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    """Return (input_ids_BT, flat_positions_N) of rows padded to one length."""
     width = max(row.length for row in rows)
     input_ids_BT = np.zeros((len(rows), width), dtype=np.int64)
     for index, row in enumerate(rows):
         input_ids_BT[index, : row.length] = row.input_ids_T
     flat_N = np.concatenate([index * width + row.positions_N for index, row in enumerate(rows)])
+    return torch.from_numpy(input_ids_BT), torch.from_numpy(flat_N)
+
+
+def collate(rows: Sequence[Row], source: TargetSource) -> Batch:
+    """Pad rows to one length and gather what is known of the target at their positions."""
+    input_ids_BT, flat_positions_N = pad(rows)
     row_index_N = np.repeat(np.arange(len(rows)), [row.num_positions for row in rows])
-    hidden_ND, logsumexp_N = states.of(rows)
     return Batch(
         row_ids=tuple(row.row_id for row in rows),
-        input_ids_BT=torch.from_numpy(input_ids_BT),
-        flat_positions_N=torch.from_numpy(flat_N),
+        input_ids_BT=input_ids_BT,
+        flat_positions_N=flat_positions_N,
         row_index_N=torch.from_numpy(row_index_N),
-        target_hidden_ND=hidden_ND,
-        target_logsumexp_N=logsumexp_N,
+        target=source.of(rows),
     )
 
 

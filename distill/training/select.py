@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from distill.losses import Head
+from distill.losses import DraftColumns, FullKnowledge, Head
 from distill.losses.base import log_probs, whole_probs
 from distill.losses.chunked import default_chunk_tokens
-from distill.training.data import Batch, Row, TargetStates, collate, pack_by_length
+from distill.training.data import Batch, Row, TargetSource, collate, pack_by_length
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,18 @@ class Best:
         return cls(step, score, copies)
 
 
+def evaluations_since(best: Best, log: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many evaluations of a log came after the best one."""
+    return sum(1 for record in log if "held_out" in record and record["step"] > best.step)
+
+
 class HeldOut:
     """A fixed sample of held-out rows, with what the target would choose at each position."""
 
     def __init__(
         self,
         rows: Sequence[Row],
-        states: TargetStates,
+        source: TargetSource,
         *,
         target_head: Head,
         token_ids_V: Tensor | None,
@@ -63,13 +69,16 @@ class HeldOut:
         micro_batch_tokens: int,
         seed: int,
     ) -> None:
-        """`target_head` is the whole one; `token_ids_V` is the draft's subset of its rows."""
+        """`target_head` is the whole one; `token_ids_V` is the draft's subset of its rows.
+
+        `source` knows the target in full: what weights are kept must not depend on the store.
+        """
         chosen = _sample(rows, max_tokens, seed)
         chosen.sort(key=lambda row: (row.length, row.row_id))
         packed = pack_by_length(chosen, range(len(chosen)), micro_batch_tokens)
-        self._batches = [collate([chosen[i] for i in indices], states) for indices in packed]
+        self._batches = [collate([chosen[i] for i in indices], source) for indices in packed]
         self._token_ids_V = token_ids_V
-        self._target_head = target_head.subset(token_ids_V)
+        self._columns = DraftColumns(target_head.subset(token_ids_V), token_ids_V)
         chunk = default_chunk_tokens(target_head.num_rows)
         with torch.no_grad():
             # once: the whole vocabulary is the most expensive part of scoring, and it is fixed
@@ -78,8 +87,7 @@ class HeldOut:
                     [target_head.logits(h_ND).argmax(-1) for h_ND in batch_states.split(chunk)]
                 )
                 for batch_states in (
-                    batch.target_hidden_ND.to(target_head.weight_VD.device)
-                    for batch in self._batches
+                    _full(batch, target_head.weight_VD.device).hidden_ND for batch in self._batches
                 )
             ]
 
@@ -104,16 +112,18 @@ class HeldOut:
 
     def _compare(self, batch: Batch, part: slice, draft_NV: Tensor) -> tuple[Tensor, Tensor]:
         """Return (alpha_N, the draft's most likely token id_N)."""
-        device = draft_NV.device
-        target_NV = self._target_head.logits(batch.target_hidden_ND[part].to(device))
-        logsumexp_N = None
-        if self._token_ids_V is not None:
-            logsumexp_N = batch.target_logsumexp_N[part].to(device)
+        target = _full(batch, draft_NV.device)
+        target_NV, logsumexp_N = target.logits(part, self._columns)
         alpha_N = torch.minimum(whole_probs(target_NV, logsumexp_N), log_probs(draft_NV).exp()).sum(
             dim=-1
         )
         token_N = draft_NV.argmax(dim=-1)
         return alpha_N, token_N if self._token_ids_V is None else self._token_ids_V[token_N]
+
+
+def _full(batch: Batch, device: torch.device) -> FullKnowledge:
+    assert isinstance(batch.target, FullKnowledge), "held-out rows are scored in full"
+    return batch.target.to(device)
 
 
 def _sample(rows: Sequence[Row], max_tokens: int, seed: int) -> list[Row]:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distill.errors import ConfigError
+from distill.models.quantization import require_full_precision
 from distill.training.config import TrainingConfig
 
 # Padded row length up to which attention is computed without the fused kernel on a CPU.
@@ -43,6 +45,9 @@ def _fastest_attention(model: Any, input_ids_BT: Tensor) -> Iterator[None]:
     fused kernel is as fast, and it needs no [T, T] scores.
     """
     before = model.config._attn_implementation
+    if model.is_activation_checkpointing:
+        yield  # the backward pass runs the layers again, outside of this block
+        return
     is_short = input_ids_BT.device.type == "cpu" and input_ids_BT.shape[1] <= _SHORT_ROW_TOKENS
     if before == "sdpa" and is_short:
         model.config._attn_implementation = "eager"
@@ -53,16 +58,42 @@ def _fastest_attention(model: Any, input_ids_BT: Tensor) -> Iterator[None]:
 
 
 def set_trainable(model: Any, config: TrainingConfig) -> dict[str, Tensor]:
-    """Choose what is trained, hold it in float32, and return it by name."""
+    """Choose what is trained, hold it in float32, and return it by name.
+
+    Raises:
+        ConfigError: the model is quantised, or its embedding and head are one table and only one
+            of them is to be trained.
+    """
+    require_full_precision(model, "train")
     model.requires_grad_(True)
-    if not config.train_embeddings:
-        model.get_input_embeddings().requires_grad_(False)
-        model.get_output_embeddings().requires_grad_(False)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding.weight is head.weight and config.trains_embedding != config.trains_head:
+        raise ConfigError(
+            f"distill.train_embeddings is {config.train_embeddings}, but embedding and head of "
+            f"this draft are one table (tied). Set it to true or false; a draft from scratch can "
+            f"have two (initialization.tie_word_embeddings: false)."
+        )
+    embedding.requires_grad_(config.trains_embedding)
+    head.requires_grad_(config.trains_head)
     for parameter in model.parameters():
         # small updates vanish in bfloat16 weights; frozen ones are read in the compute dtype
         if parameter.requires_grad or config.compute_dtype == "float32":
             parameter.data = parameter.data.float()
     return {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+
+
+def recompute_activations(model: Any) -> None:
+    """Keep only what enters each layer, and run the layer again in the backward pass.
+
+    Raises:
+        ConfigError: the model's class cannot.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"gradient_checkpointing is true, but {type(model).__name__} does not support it; set "
+            f"distill.gradient_checkpointing: false and lower micro_batch_tokens instead"
+        )
+    model.activation_checkpointing_enable({"use_reentrant": False})
 
 
 def make_optimizer(parameters: list[Tensor], config: TrainingConfig) -> torch.optim.Optimizer:

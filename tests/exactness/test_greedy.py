@@ -17,7 +17,8 @@ import torch
 
 from distill.drafters.causal_lm import CausalLMDrafter
 from distill.drafters.prompt_lookup import PromptLookupDrafter
-from distill.runtime.decode import DecodeEngine, DecodeRequest, DecodeResult, decode_batch
+from distill.runtime.decode import DecodeEngine, DecodeRequest, DecodeResult
+from distill.runtime.speculative import decode_batch
 from distill.sampling import SamplingConfig
 from tests.helpers import make_llama
 

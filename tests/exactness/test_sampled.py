@@ -15,9 +15,11 @@ from scipy import stats
 
 from distill.drafters.causal_lm import CausalLMDrafter
 from distill.drafters.prompt_lookup import PromptLookupDrafter
-from distill.runtime.decode import DecodeEngine, DecodeRequest, decode_batch
+from distill.runtime.decode import DecodeEngine, DecodeRequest
+from distill.runtime.speculative import decode_batch
 from distill.sampling import SamplingConfig
 from tests.helpers import make_llama
+from tests.law_helpers import numpy_probs
 
 VOCABULARY, LENGTH, NUM_SEEDS = 5, 3, 2000
 PROMPT = [1, 3, 1, 2, 1]
@@ -33,30 +35,6 @@ def draft() -> Any:
     return make_llama(vocab_size=VOCABULARY, seed=8, hidden=16, layers=1, initializer_range=0.4)
 
 
-def numpy_probs(logits: np.ndarray, sampling: SamplingConfig, output: tuple[int, ...]):
-    """An independent reading of the settings' documentation, one row at a time."""
-    scores = logits.astype(np.float64).copy()
-    for token in range(len(scores)):
-        count = output.count(token)
-        if token in PROMPT or count:
-            penalty = sampling.repetition_penalty
-            scores[token] = (
-                scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
-            )
-        scores[token] -= sampling.frequency_penalty * count
-        scores[token] -= sampling.presence_penalty * (count > 0)
-    scores /= sampling.temperature
-    if sampling.top_k:
-        scores[np.argsort(-scores)[sampling.top_k :]] = -np.inf
-    probs = np.exp(scores - scores.max())
-    probs /= probs.sum()
-    if sampling.top_p < 1:
-        order = np.argsort(-probs)
-        probs[order[1 + np.searchsorted(probs[order].cumsum(), sampling.top_p) :]] = 0
-        probs /= probs.sum()
-    return probs
-
-
 @torch.no_grad()
 def exact_law(target: Any, sampling: SamplingConfig) -> np.ndarray:
     """Probability of each of the V ** LENGTH texts."""
@@ -65,7 +43,7 @@ def exact_law(target: Any, sampling: SamplingConfig) -> np.ndarray:
         prefixes = list(itertools.product(range(VOCABULARY), repeat=size))
         logits = target(torch.tensor([PROMPT + list(p) for p in prefixes])).logits[:, -1].numpy()
         for prefix, row in zip(prefixes, logits, strict=True):
-            probs = numpy_probs(row, sampling, prefix)
+            probs = numpy_probs(row, sampling, tuple(PROMPT), prefix)
             for token in range(VOCABULARY):
                 law[(*prefix, token)] *= probs[token]
     return law
@@ -103,6 +81,7 @@ SETTINGS = [
     SamplingConfig(temperature=0.6, top_k=3),
     SamplingConfig(temperature=1.5, top_p=0.7),
     SamplingConfig(repetition_penalty=1.8, frequency_penalty=0.6, presence_penalty=0.3),
+    SamplingConfig(min_p=0.3, bad_words_ids=((1, 2), (2, 4, 0), (3, 3))),
 ]
 
 
@@ -110,7 +89,7 @@ SETTINGS = [
     ("kind", "sampling"),
     [
         *(("draft", sampling) for sampling in SETTINGS),
-        *((kind, SETTINGS[n]) for n in (0, 3) for kind in ("plain", "subset", "lookup")),
+        *((kind, SETTINGS[n]) for n in (0, 3, 4) for kind in ("plain", "subset", "lookup")),
     ],
 )
 def test_the_output_follows_the_target_law(target, draft, sampling, kind):
@@ -121,7 +100,7 @@ def test_the_output_follows_the_target_law(target, draft, sampling, kind):
         "lookup": lambda: PromptLookupDrafter(),
     }[kind]()
     counts, ledger = observed(target, drafter, sampling, 0 if drafter is None else 2)
-    assert p_value(counts, exact_law(target, sampling)) > 1e-4  # ten comparisons
+    assert p_value(counts, exact_law(target, sampling)) > 1e-4  # fourteen comparisons
     if kind in ("draft", "subset"):
         assert 0.1 < ledger.acceptance_rate < 0.95
     if kind == "lookup":

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from distill.artifacts import Artifact, ArtifactStore
+from distill.corpus import CorpusConfig
 from distill.models import ModelConfig
 from distill.sampling import SamplingConfig
-from distill.stages.corpus import CorpusConfig
 from distill.stages.generate import GenerateConfig, generate, generate_key
 from tests.helpers import make_corpus_rows, write_jsonl
 

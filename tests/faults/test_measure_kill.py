@@ -17,13 +17,14 @@ import torch
 
 from distill import files
 from distill.artifacts import Artifact, ArtifactStore
-from distill.stages import measure_runs, measure_units
+from distill.stages import measure_units
 from distill.stages.measure import MeasureConfig, measure_acceptance, measure_key
 from tests import measure_helpers as given
 
 # Two temperatures, each with one teacher-forced and two decoding units of two prompts, for three
-# prompts in chunks of two: 2 * (1 + 2) * 2. The answers come from generate.
-NUM_UNITS = 12
+# prompts in chunks of two: 2 * (1 + 2) * 2. The answers come from generate. Self-tests at both
+# temperatures; the law and the scan of draft temperatures at the one above 0.
+NUM_UNITS = 12 + 2 + 2
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -117,13 +118,13 @@ def test_a_resumed_measurement_repeats_no_finished_unit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run_and_die(config, inputs, tmp_path, NUM_UNITS - 1)
-    calls: list[str] = []
-    decode = measure_runs.decode
+    written: list[str] = []
+    write = files.atomic_write
 
-    def counted(*args: object, **kwargs: object) -> object:
-        calls.append("decode")
-        return decode(*args, **kwargs)  # type: ignore[arg-type]
+    def counted(path: Path, data: bytes | str) -> None:
+        written.append(path.name)
+        write(path, data)
 
-    monkeypatch.setattr(measure_runs, "decode", counted)
+    monkeypatch.setattr(measure_units, "atomic_write", counted)
     measure_acceptance(config, ArtifactStore(tmp_path), inputs=inputs)
-    assert calls == ["decode"]
+    assert written == ["scan-t1.0.json"]

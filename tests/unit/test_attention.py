@@ -79,7 +79,7 @@ def test_grouped_attention_equals_repeated_heads(batch, num_queries, dtype, atol
     single = full[:, :, :num_queries]
     expected = reference(query, key, value, single.double(), 2, scale)
     for mask in (full, single):  # a mask that was not repeated yet is accepted too
-        got, _ = ragged_attention(torch.nn.Identity(), query, key, value, mask, scaling=scale)
+        got = ragged_attention(query, key, value, mask, scaling=scale)
         torch.testing.assert_close(got.double(), expected, atol=atol, rtol=0)
 
 
@@ -88,7 +88,7 @@ def test_without_a_mask_one_query_sees_all_and_several_are_causal(batch):
     for num_queries, length in ((1, 13), (5, 5)):
         query, key, value = tensors(batch, num_queries, length, torch.float32)
         causal = torch.ones(num_queries, length).tril(length - num_queries).log().double()
-        got, _ = ragged_attention(torch.nn.Identity(), query, key, value, None)
+        got = ragged_attention(query, key, value, None)
         expected = reference(query, key, value, causal, 2, None)
         torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=0)
 
@@ -109,7 +109,7 @@ def test_batched_products_are_chosen_for_many_bfloat16_rows_only(monkeypatch):
     ):
         query, key, value = tensors(batch, num_queries, 50, dtype)
         mask = torch.zeros(batch, 1, 2 * num_queries, 50, dtype=dtype)
-        ragged_attention(torch.nn.Identity(), query, key, value, mask)
+        ragged_attention(query, key, value, mask)
     assert chosen == [True]
 
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from distill.errors import CacheRollbackError, ContextLengthError
-from distill.runtime.cache import RaggedCache, forward, prefill
+from distill.runtime import forward as forward_module
+from distill.runtime.cache import RaggedCache
+from distill.runtime.forward import forward, prefill
 from tests.helpers import make_llama
 
 SMALL = {
@@ -313,3 +315,63 @@ def test_prefill_groups_neighbours_and_caps_the_padded_size(model):
         hook.remove()
     assert calls == [(2, 6), (1, 6), (1, 30)]
     assert cache.lengths == [4, 6, 0, 6, 30]
+
+
+def test_prompts_of_unlike_lengths_are_not_padded_to_the_longest(model, monkeypatch):
+    calls = []
+    real = forward_module.forward
+
+    def spy(model, cache, token_ids, **options):
+        calls.append([len(row) for row in token_ids])
+        return real(model, cache, token_ids, **options)
+
+    monkeypatch.setattr(forward_module, "forward", spy)
+    cache = RaggedCache(model, max_rows=5)
+    prompts = {cache.join(): text(size) for size in (10, 11, 12, 90, 91)}
+    prefill(model, cache, prompts)
+    assert calls == [[10, 11, 12], [90, 91]]
+    assert cache.lengths == [10, 11, 12, 90, 91]
+
+
+def test_memory_that_runs_out_while_growing_leaves_the_cache_as_it_was(model, monkeypatch):
+    """Half grown, ragged rows would be written into each other without an error."""
+    cache = RaggedCache(model, max_rows=2, capacity=64)
+    rows = [text(20, seed=1), text(9, seed=2)]
+    for _ in rows:
+        cache.join()
+    forward(model, cache, rows)
+    made = []
+    real = torch.zeros
+
+    def scarce(*arguments, **options):
+        made.append(arguments)
+        if len(made) == 3:  # keys and values of the first layer, then no more
+            raise RuntimeError("out of memory")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(torch, "zeros", scarce)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        cache.reserve(100)
+    monkeypatch.undo()
+    more = [[5, 6], [7]]
+    got = forward(model, cache, more).logits_NV
+    expected = [stock(model, row + new)[len(row) :] for row, new in zip(rows, more, strict=True)]
+    assert_same(got, torch.cat(expected))
+
+
+def test_positions_stretched_by_longrope_end_where_the_stretch_begins():
+    """Behind it, transformers rotates a whole call differently: a row would feel its neighbours."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "long_factor": [2.0] * 4,
+        "short_factor": [1.0] * 4,
+        "original_max_position_embeddings": 32,
+        "factor": 4.0,
+    }
+    stretched = build("Llama", rope_parameters=rope)
+    cache = RaggedCache(stretched, max_rows=1)
+    cache.join()
+    assert cache.max_positions == 32
+    with pytest.raises(ContextLengthError, match="33 tokens do not fit the model's 32 positions"):
+        forward(stretched, cache, [text(33)])

@@ -153,6 +153,22 @@ def test_serve_hands_the_pair_to_the_serve_stage(
     assert rest["block"] is True
 
 
+def test_serving_the_targets_own_layers_builds_nothing_that_is_not_read(
+    tiny_run_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setattr(
+        "distill.stages.serve.serve", lambda config, store, **rest: calls.append((config, rest))
+    )
+    arguments = ["serve", str(tiny_run_config), "--artifacts", str(tmp_path / "new")]
+    settings = ["--set", "serve.drafter=early_exit", "--set", "serve.num_layers=1"]
+    result = RUNNER.invoke(cli.app, [*arguments, *settings])
+    assert result.exit_code == 0, result.output
+    ((config, rest),) = calls
+    assert (config.drafter, rest["inputs"]) == ("early_exit", {})
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
 def test_config_show_prints_a_config_that_reloads_to_an_equal_object(
     tiny_run_config: Path, tmp_path: Path
 ) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from distill.config import fingerprint_view, parse_config
-from distill.errors import ConfigError, CorpusError
-from distill.stages.corpus import (
+from distill.corpus import (
     Corpus,
     CorpusConfig,
     Prompt,
@@ -21,6 +20,7 @@ from distill.stages.corpus import (
     prompt_token_ids,
     read_corpus,
 )
+from distill.errors import ConfigError, CorpusError
 from tests.helpers import make_corpus_rows, make_tokenizer, write_jsonl
 
 
@@ -171,14 +171,16 @@ def test_parquet_and_a_dataset_give_the_same_prompts_as_jsonl(
 
     asked: list[Any] = []
 
-    def load_dataset(name: str, subset: str | None, *, split: str) -> Any:
-        asked.append((name, subset, split))
+    def load_dataset(name: str, subset: str | None, *, split: str, streaming: bool) -> Any:
+        asked.append((name, subset, split, streaming))
         return datasets.Dataset.from_list(rows)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     config = CorpusConfig(kind="datasets", name="org/prompts", subset="main", split="test")
     assert read_corpus(config) == expected
-    assert asked == [("org/prompts", "main", "test")]
+    streamed = config.model_copy(update={"streaming": True})
+    assert read_corpus(streamed) == expected
+    assert asked == [("org/prompts", "main", "test", False), ("org/prompts", "main", "test", True)]
 
 
 def test_a_dataset_that_cannot_be_loaded_names_the_way_out() -> None:
@@ -190,7 +192,7 @@ def test_a_dataset_that_cannot_be_built_is_a_user_error(monkeypatch: pytest.Monk
     import datasets
     from datasets.exceptions import DatasetGenerationError
 
-    def load_dataset(name: str, subset: str | None, *, split: str) -> Any:
+    def load_dataset(name: str, subset: str | None, *, split: str, streaming: bool) -> Any:
         raise DatasetGenerationError("a broken file")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -225,11 +227,13 @@ def test_the_same_content_twice_is_kept_once_and_counted(path: Path) -> None:
     corpus = read(path, [{"turns": ["x"]}, {"turns": ["y"]}, {"turns": ["x"]}])
     assert len({prompt.prompt_id for prompt in corpus.prompts}) == 3
     assert [p.reject_reason is None for p in corpus.prompts] == [True, True, False]
-    assert "jsonl:1" in str(corpus.prompts[2].reject_reason)
+    first = corpus.prompts[0].prompt_id
+    assert corpus.prompts[2].prompt_id == f"{first}-1"
+    assert corpus.prompts[2].reject_reason == f"same content as {first!r}"
 
 
 def test_the_split_depends_on_the_id_alone_and_meets_its_share(path: Path) -> None:
-    rows = [{"id": f"row-{n}", "turns": ["x"]} for n in range(2000)]
+    rows = [{"id": f"row-{n}", "turns": [f"x {n}"]} for n in range(2000)]
     prompts = read(path, rows, held_out_fraction=0.1).prompts
     held_out = {p.prompt_id for p in prompts if p.split == "held_out"}
     assert 150 < len(held_out) < 250
@@ -240,8 +244,52 @@ def test_the_split_depends_on_the_id_alone_and_meets_its_share(path: Path) -> No
     }
 
 
+@pytest.mark.parametrize("deduplicate", [True, False])
+def test_equal_content_with_other_splits_or_tasks_is_one_corpus_in_any_order(
+    path: Path, deduplicate: bool
+) -> None:
+    rows = [
+        {"prompt": "x", "split": "train", "task": "b"},
+        {"prompt": "x", "split": "held_out"},
+        {"prompt": "x", "split": "train", "task": "a"},
+        {"prompt": "x"},
+        {"prompt": "y"},
+    ]
+    first, *others = (
+        read(path, [rows[i] for i in order], deduplicate=deduplicate)
+        for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 3, 4, 1])
+    )
+    assert {corpus.sha256 for corpus in others} == {first.sha256}
+    kept = [p.split for p in first.prompts if p.text == "x" and p.reject_reason is None]
+    assert kept == (["held_out"] if deduplicate else ["train", "held_out", "train", "held_out"])
+
+
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_copies_that_are_kept_are_all_in_one_split(path: Path, has_ids: bool) -> None:
+    rows = [{"prompt": f"x {n % 40}"} | ({"id": f"r{n}"} if has_ids else {}) for n in range(200)]
+    prompts = read(path, rows, deduplicate=False, held_out_fraction=0.5).prompts
+    splits: dict[str, set[str]] = {}
+    for prompt in prompts:
+        splits.setdefault(prompt.text, set()).add(prompt.split)
+    assert all(len(found) == 1 for found in splits.values())
+    assert set.union(*splits.values()) == {"train", "held_out"}
+    two = [{"prompt": "x"}, {"prompt": "x"}, {"prompt": "y"}, {"prompt": "y"}]
+    moved = read(path, two, deduplicate=False, held_out_fraction=1e-9).prompts
+    assert sorted((p.text, p.split) for p in moved) in (
+        [("x", "held_out")] * 2 + [("y", "train")] * 2,
+        [("x", "train")] * 2 + [("y", "held_out")] * 2,
+    )
+
+
+def test_a_limit_reads_no_row_beyond_it(path: Path) -> None:
+    path.write_text('{"prompt": "x"}\nnot JSON\n', encoding="utf-8")
+    assert len(read_corpus(CorpusConfig(path=path, limit=1)).prompts) == 1
+    with pytest.raises(CorpusError, match=r"jsonl:2: not JSON"):
+        read_corpus(CorpusConfig(path=path, limit=2))
+
+
 def test_a_small_corpus_still_has_both_splits(path: Path) -> None:
-    rows = [{"id": f"row-{n}", "turns": ["x"]} for n in range(3)]
+    rows = [{"id": f"row-{n}", "turns": [f"x {n}"]} for n in range(3)]
     for fraction in (0.001, 0.999):
         splits = [p.split for p in read(path, rows, held_out_fraction=fraction).prompts]
         assert set(splits) == {"train", "held_out"}

@@ -4,7 +4,9 @@ Refuses to prove losslessness: tests/exactness does.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +24,9 @@ from distill.errors import (
     PairMismatchError,
     SamplingError,
 )
-from distill.runtime.decode import (
-    DecodeEngine,
-    DecodeRequest,
-    decode_batch,
-    speculative_decode,
-)
+from distill.runtime.decode import DecodeEngine, DecodeRequest
+from distill.runtime.draft_length import FixedDraftLength
+from distill.runtime.speculative import decode_batch, speculative_decode
 from distill.sampling import SamplingConfig
 from tests.helpers import make_llama, make_tokenizer
 
@@ -228,6 +227,157 @@ def test_a_failed_prefill_puts_the_request_back(target, monkeypatch):
     assert len(engine.result(handle).token_ids) == 12
 
 
+def three_rows(target: Any, engine: DecodeEngine, **changes: Any) -> tuple[list[int], list[Any]]:
+    """Handles of three requests, and the plain answers to them."""
+    requests = [request([n, 4], 20, **changes) for n in (5, 6, 7)]
+    expected = [one(engine_for(target), request([n, 4], 20)).token_ids for n in (5, 6, 7)]
+    return [engine.add(asked) for asked in requests], expected
+
+
+def all_updates(engine: DecodeEngine, error: type[BaseException]) -> dict[int, list[int]]:
+    """Step to the end, through errors of one kind; the tokens that were told, by handle."""
+    told: dict[int, list[int]] = {}
+    while engine.has_work:
+        with contextlib.suppress(error):
+            for update in engine.step():
+                told.setdefault(update.handle, []).extend(update.new_token_ids)
+    return told
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("k", [0, 4])
+def test_a_draft_length_that_fails_in_the_middle_of_a_round_loses_no_token(target, error, k):
+    calls = itertools.count(1)
+
+    class Failing(FixedDraftLength):
+        def observe(self, num_drafted: int, num_accepted: int) -> None:
+            if next(calls) in (2, 7, 9):
+                raise error
+
+    drafter = CausalLMDrafter(make_llama(seed=1)) if k else None
+    engine = engine_for(target, drafter, draft_length=Failing(k))
+    handles, expected = three_rows(target, engine)
+    told = all_updates(engine, error)
+    assert [told[handle] for handle in handles] == expected
+    assert [engine.result(handle).token_ids for handle in handles] == expected
+    assert next(calls) > 9
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("method", ["commit", "leave"])
+def test_a_drafter_that_fails_after_a_round_loses_no_token(target, monkeypatch, error, method):
+    drafter = CausalLMDrafter(make_llama(seed=1))
+    engine = engine_for(target, drafter)
+    handles, expected = three_rows(target, engine)
+    original, calls = getattr(drafter, method), itertools.count()
+
+    def failing(*arguments: Any) -> None:
+        if next(calls) in (0, 2):
+            raise error
+        original(*arguments)
+
+    monkeypatch.setattr(drafter, method, failing)
+    told = all_updates(engine, error)
+    assert [told[handle] for handle in handles] == expected
+    assert [engine.result(handle).token_ids for handle in handles] == expected
+    assert engine.stats.num_emitted == 60
+    assert next(calls) > 4
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_tokenizer_that_fails_leaves_every_row_where_it_was(target, tokenizer, error):
+    class Failing:
+        num_calls = 0
+
+        def __len__(self) -> int:
+            return len(tokenizer)
+
+        def decode(self, *arguments: Any, **settings: Any) -> str:
+            self.num_calls += 1
+            if self.num_calls in (2, 8):  # the second row of a round
+                raise error
+            text: str = tokenizer.decode(*arguments, **settings)
+            return text
+
+    engine = engine_for(target, CausalLMDrafter(target), tokenizer=Failing())
+    handles, expected = three_rows(target, engine, stop_strings=("never said",))
+    with pytest.raises(error):
+        engine.step()
+    assert engine.stats.num_emitted == 0
+    told = all_updates(engine, error)
+    assert [told[handle] for handle in handles] == expected
+
+
+def test_a_row_cancelled_after_a_failure_is_told_of_no_more(target):
+    class Failing(FixedDraftLength):
+        def observe(self, num_drafted: int, num_accepted: int) -> None:
+            raise RuntimeError
+
+    engine = engine_for(target, CausalLMDrafter(target), draft_length=Failing(4))
+    first = engine.add(request([5, 4], 20))
+    with pytest.raises(RuntimeError):
+        engine.step()
+    assert len(engine.cancel(first).token_ids) == 5
+    assert not engine.has_work
+    assert engine.step() == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_drafter_that_cannot_take_a_row_in_loses_no_request_nor_its_place(
+    target, monkeypatch, error
+):
+    drafter = CausalLMDrafter(make_llama(seed=1))
+    engine = engine_for(target, drafter, max_batch_size=2)
+    prompts = [[9] * 6, [5, 4], [6, 4], [8] * 4]
+    handles = [engine.add(request(prompt, 20)) for prompt in prompts]
+    original, calls = drafter.join, itertools.count()
+
+    def failing(*arguments: Any, **settings: Any) -> None:
+        if next(calls) in (0, 2, 5):
+            raise error
+        original(*arguments, **settings)
+
+    monkeypatch.setattr(drafter, "join", failing)
+    for _ in range(2):
+        with pytest.raises(error):
+            engine.step()
+    # The two that came first, whichever is shorter.
+    assert {update.handle for update in engine.step()} == set(handles[:2])
+    all_updates(engine, error)
+    expected = [one(engine_for(target), request(prompt, 20)).token_ids for prompt in prompts]
+    assert [engine.result(handle).token_ids for handle in handles] == expected
+
+
+def test_what_is_drafted_behind_a_stop_token_is_never_fed(target):
+    expected = one(engine_for(target), request(length=20)).token_ids
+    drafter = ScriptedDrafter([5, 6, 7, *expected])
+    stop = frozenset({expected[1]})
+    result = one(engine_for(target, drafter), request(length=20, stop_token_ids=stop))
+    assert result.token_ids == expected[:2]
+    assert result.stats.num_proposed == 2
+
+
+def test_a_draft_length_is_not_told_how_many_drafts_followed_a_refused_one(target):
+    """How many came may follow from drafts that were thrown away, see ``RowDraftLength``."""
+    expected = one(engine_for(target), request(length=20)).token_ids
+    stop = 299
+    assert stop not in expected
+    seen: list[list[tuple[int, int]]] = []
+
+    class Recording(FixedDraftLength):
+        def observe(self, num_drafted: int, num_accepted: int) -> None:
+            seen[-1].append((num_drafted, num_accepted))
+
+    for behind in (stop, 298):  # the first is cut short by it, the second is not
+        seen.append([])
+        drafter = ScriptedDrafter([5, 6, 7, expected[0], 298, behind, *expected[3:]])
+        engine = engine_for(target, drafter, draft_length=Recording(4))
+        result = one(engine, request(length=20, stop_token_ids=frozenset({stop})))
+        assert result.token_ids == expected
+    assert seen[0] == seen[1]
+    assert seen[0][0] == (4, 1)
+
+
 def test_the_drafter_is_told_how_many_tokens_stand(target):
     expected = one(engine_for(target), request(length=20)).token_ids
     drafter = ScriptedDrafter([5, 6, 7, *expected[:3], 299, *expected[4:]])
@@ -315,6 +465,18 @@ def test_kept_hidden_states_can_be_trained_on(target):
     head = torch.nn.Linear(32, 4)
     head(result.hidden_TD).sum().backward()
     assert head.weight.grad is not None
+
+
+def test_kept_hidden_states_of_a_long_row_do_not_hold_those_of_the_others(target):
+    engine = engine_for(target, keep_hidden=True)
+    long = engine.add(request([5, 6], 12))
+    for n in range(3):
+        engine.add(request([7, n], 2))
+    for _ in range(4):
+        engine.step()
+    row = next(row for row in engine._rows if row.handle == long)
+    kept = [t for part in (*row.hidden, *row.logsumexp) for t in [part.untyped_storage().nbytes()]]
+    assert sum(kept) == 4 * (32 + 1) * 4  # rounds, width and log-sum-exp, bytes of a float
 
 
 def test_hidden_states_are_not_kept_unless_asked_for(target):

@@ -19,7 +19,7 @@ from distill.config import dump_config, parse_config
 from distill.errors import ArtifactError, ConfigError
 from distill.losses.head import head_of
 from distill.models import load_draft, load_target
-from distill.stages import distill_draft as stage
+from distill.stages import distill_run
 from distill.stages.distill_draft import (
     DistillConfig,
     build_undistilled,
@@ -27,8 +27,10 @@ from distill.stages.distill_draft import (
     distill_key,
     read_vocabulary,
 )
-from distill.training.data import TargetStates, read_rows
-from distill.training.loop import TrainingResult
+from distill.stages.measure_runs import read_held_out
+from distill.training.data import TargetFiles
+from distill.training.held_out_rows import read_selection_rows
+from distill.training.run import TrainingResult
 from distill.training.select import HeldOut
 from tests.distill_helpers import make_generated
 from tests.helpers import make_llama, save_pretrained_dir
@@ -150,7 +152,7 @@ def test_the_revision_of_an_existing_draft_is_in_the_key(
 def test_other_inputs_than_generates_are_refused(
     store: ArtifactStore, make_config: MakeConfig, inputs: dict[str, str]
 ) -> None:
-    with pytest.raises(ArtifactError, match="reads one artifact, 'generate'"):
+    with pytest.raises(ArtifactError, match="distill reads 'generate'"):
         distill_key(make_config(), store, inputs=inputs)
 
 
@@ -189,6 +191,7 @@ def test_the_payload_is_a_draft_that_loads_and_a_log_without_a_clock(
     assert {key for record in log for key in record} == {
         "step",
         "held_out",
+        "decoded",
         "epoch",
         "loss_name",
         "loss",
@@ -210,8 +213,8 @@ def test_the_saved_draft_is_the_one_that_was_scored(
     artifact = distill_draft(config, store, inputs={"generate": generated})
     target, draft = load_target(config.target), load_draft(artifact, device="cpu")
     held_out = HeldOut(
-        read_rows(generated, "held_out", max_length=512),
-        TargetStates(generated),
+        read_selection_rows(generated, max_length=512),
+        TargetFiles(generated),
         target_head=head_of(target.model),
         token_ids_V=None,
         max_tokens=1000,
@@ -230,6 +233,54 @@ def test_the_saved_draft_is_the_one_that_was_scored(
     assert score.num_positions == expected["num_positions"]
 
 
+def test_weights_are_chosen_on_no_prompt_that_measure_reports_on(
+    store: ArtifactStore,
+    make_config: MakeConfig,
+    tiny_pair_dirs: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two answers each of two prompts; a later turn and an answer that failed are in no half."""
+    held_out = {1: "a", 5: "a", 9: "b", 13: "b", 17: "c", 21: "d"}
+    changes: dict[int, dict[str, Any]] = {i: {"prompt_id": p} for i, p in held_out.items()}
+    changes[17]["turn_index"] = 1
+    changes[21] |= {"status": "failed"}
+    generated = make_generated(store, tiny_pair_dirs[0], changes=changes, salt="halves")
+    given: list[Any] = []
+
+    def look(*args: Any, data: Any, **kwargs: Any) -> TrainingResult:
+        given.extend(data.held_out_rows)
+        raise ArtifactError("seen enough")
+
+    monkeypatch.setattr(distill_run, "train", look)
+    with pytest.raises(ArtifactError, match="seen enough"):
+        distill_draft(make_config(), store, inputs={"generate": generated})
+    for name, value in {"samplings": [], "backend": "local"}.items():
+        monkeypatch.setitem(generated.manifest.config, name, value)  # the stand-in has none
+    reported = read_held_out(generated, (0.0,), max_prompts_per_task=None, max_new_tokens=1)
+    (one,) = [prompt.prompt_id for prompt in reported]
+    other = {"a": "b", "b": "a"}[one]
+    assert {row.row_id for row in given} == {f"row-{i}" for i, p in held_out.items() if p == other}
+
+
+def test_a_setting_that_a_training_never_reads_is_not_in_its_key(
+    store: ArtifactStore, make_config: MakeConfig
+) -> None:
+    first, later = {"generate": "0" * 64}, {"generate": "0" * 64, "rollouts": "1" * 64}
+
+    def is_another(inputs: dict[str, str], same: dict[str, Any], changes: dict[str, Any]) -> bool:
+        keys = (
+            distill_key(make_config(**given), store, inputs=inputs)
+            for given in (same, same | changes)
+        )
+        return next(keys) != next(keys)
+
+    assert not is_another(first, {}, {"rollout_fraction": 0.25})
+    assert is_another(later, {}, {"rollout_fraction": 0.25})
+    assert not is_another(first, {}, {"trl": {"batch_size": 2}})
+    of_trl = {"engine": "trl", "batch_tokens": 2048, "micro_batch_tokens": 2048, "eval_every": 50}
+    assert is_another(first, of_trl, {"trl": {"batch_size": 2}})
+
+
 def test_a_second_call_trains_nothing(
     store: ArtifactStore,
     make_config: MakeConfig,
@@ -241,7 +292,7 @@ def test_a_second_call_trains_nothing(
     def fail(*args: Any, **kwargs: Any) -> TrainingResult:
         raise AssertionError("trained again")
 
-    monkeypatch.setattr(stage, "train", fail)
+    monkeypatch.setattr(distill_run, "train", fail)
     again = distill_draft(make_config(checkpoint_every=1), store, inputs={"generate": generated})
     assert again.path == first.path
 

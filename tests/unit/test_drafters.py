@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from distill.drafters.base import Drafter, registry
+from distill.drafters.base import CacheSharer, Drafter, registry
 from distill.drafters.causal_lm import CausalLMDrafter
 from distill.drafters.prompt_lookup import PromptLookupDrafter
 from distill.errors import PairMismatchError, RegistryError
@@ -53,10 +53,12 @@ def proposed(proposal: Any) -> list[list[int]]:
 # --- every drafter ----------------------------------------------------------------------------
 
 
-def test_both_drafters_are_registered_and_fulfil_the_contract(model):
-    assert registry.names() == ("causal_lm", "prompt_lookup")
-    assert isinstance(CausalLMDrafter(model), Drafter)
-    assert isinstance(registry.get("prompt_lookup")(), Drafter)
+def test_every_drafter_is_registered_and_fulfils_the_contract(model):
+    assert registry.names() == ("causal_lm", "early_exit", "prompt_lookup")
+    early_exit = registry.get("early_exit")(num_layers=1)
+    drafters = [CausalLMDrafter(model), early_exit, registry.get("prompt_lookup")()]
+    assert all(isinstance(drafter, Drafter) for drafter in drafters)
+    assert [isinstance(drafter, CacheSharer) for drafter in drafters] == [False, True, False]
     with pytest.raises(RegistryError, match="prompt_lookup"):
         registry.get("prompt_lockup")
 
@@ -109,6 +111,32 @@ def test_a_draft_whose_every_id_is_banned_proposes_nothing(model):
     sampling = SamplingConfig(bad_token_ids=(3, 4))
     drafter = started(CausalLMDrafter(model, vocabulary_token_ids=[3, 4]), [[5, 6]], sampling)
     assert drafter.propose([0], [[5, 6]], [3]).num_tokens_B == [0]
+
+
+def test_nothing_is_drafted_behind_a_stop_token(model):
+    drafts = greedy_text(model, [5, 6], 6)
+    drafter = CausalLMDrafter(model)
+    drafter.start(vocabulary_size=SIZE, max_batch_size=8)
+    drafter.join(0, [5, 6], GREEDY, seed=0, stop_token_ids=frozenset({drafts[2]}))
+    drafter.join(1, [5, 6], GREEDY, seed=0)
+    proposal = drafter.propose([0, 1], [[5, 6], [5, 6]], [6, 6])
+    assert proposed(proposal) == [drafts[: drafts.index(drafts[2]) + 1], drafts]
+
+
+def test_what_fails_behind_a_drafted_token_ends_the_draft_and_what_fails_before_it_is_raised(model):
+    first, second, *_ = greedy_text(model, [5, 6], 2)
+
+    def failing(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if second in input_ids[0].tolist():
+            raise KeyError(second)
+        return scores
+
+    drafter = CausalLMDrafter(model)
+    drafter.start(vocabulary_size=SIZE, max_batch_size=8)
+    drafter.join(0, [5, 6], GREEDY, seed=0, logits_processors=(failing,))
+    assert proposed(drafter.propose([0], [[5, 6]], [6])) == [[first, second]]
+    with pytest.raises(KeyError):
+        drafter.propose([0], [[5, 6, first, second]], [6])
 
 
 def test_after_each_round_the_cache_holds_what_stands_and_no_more(model):

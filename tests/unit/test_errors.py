@@ -16,16 +16,19 @@ TREE = {
     "ArtifactMissingError": "ArtifactError",
     "ArtifactCorruptError": "ArtifactError",
     "ArtifactStaleError": "ArtifactError",
+    "ShardsPendingError": "ArtifactError",
     "ModelNotFoundError": "DistillError",
     "PairMismatchError": "DistillError",
     "CorpusError": "DistillError",
     "ContextLengthError": "DistillError",
     "DiskSpaceError": "DistillError",
     "SamplingError": "DistillError",
+    "LogitsProcessorError": "DistillError",
     "CacheRollbackError": "DistillError",
     "TrainingError": "DistillError",
     "BackendUnavailableError": "DistillError",
     "ExportError": "DistillError",
+    "GateFailedError": "DistillError",
     "ServerError": "DistillError",
 }
 
@@ -48,8 +51,11 @@ def test_every_error_is_drawn_in_the_docstring() -> None:
     assert [name for name in error_classes() if f" {name} " not in drawn] == []
 
 
-def test_every_error_exits_with_two() -> None:
-    assert {item.exit_code for item in error_classes().values()} == {2}
+def test_every_error_exits_with_two_but_the_one_that_is_no_fault_and_the_gate() -> None:
+    codes = {name: item.exit_code for name, item in error_classes().items()}
+    assert codes.pop("ShardsPendingError") == 0
+    assert codes.pop("GateFailedError") == 3
+    assert set(codes.values()) == {2}
 
 
 def test_config_error_can_be_raised_by_a_pydantic_validator() -> None:

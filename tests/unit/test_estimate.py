@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 
 from distill.config import parse_config
+from distill.corpus import Prompt
 from distill.errors import ConfigError
 from distill.initialization import ScratchConfig, initialize
 from distill.models import ModelConfig, ModelShape, load_target
 from distill.stages.estimate import draft_shape, estimate_run
+from distill.stages.generate_plan import Chunk, Question
 from distill.stages.run_config import RunConfig
 
 SHAPE = {
@@ -68,7 +70,12 @@ def make_config(tmp_path: Path) -> MakeConfig:
                 "batch_tokens": 20,
                 **distill,
             },
-            "measure": {"max_new_tokens": 4, "batch_size": 2, "timing": {"enabled": False}},
+            "measure": {
+                "temperatures": [0.0, 1.0],
+                "max_new_tokens": 4,
+                "batch_size": 2,
+                "timing": {"enabled": False},
+            },
             "export": {"name": "small-draft"},
             "hardware": {"peak_flops": 1000, "memory_bandwidth": 100, "utilization": 0.5},
         }
@@ -81,12 +88,49 @@ def test_generate_stores_a_state_for_every_token_of_every_answer(make_config: Ma
     estimate = estimate_run(make_config())["generate"]
     # 10 prompts, 2 samplings, 16 tokens each
     assert estimate.num_tokens == 320
-    # a state of 8 numbers of 2 bytes, and 16 bytes of ids and log-sum-exp
-    assert estimate.disk_bytes == 320 * (16 + 16)
+    # a state of 8 numbers of 2 bytes, its log-sum-exp, and 16 bytes of the table; of the 20
+    # answers' prompts, of 8 tokens, the table alone
+    assert estimate.disk_bytes == 320 * (2 * 8 + 4 + 16) + 20 * 8 * 16
     # 2 bytes a weight; 4 rows of 24 tokens, each with 4 layers of a key and a value of 4 numbers
     assert estimate.memory_bytes == 2536 * 2 + 4 * 24 * 64
     # 500 operations and 50 bytes a second: prompts by arithmetic, 80 steps by weight traffic
     assert estimate.duration_s == pytest.approx(2 * 2536 * 20 * 8 / 500 + 80 * 5072 / 50)
+
+
+def test_every_turn_of_a_conversation_is_counted_with_all_it_reads(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    path = tmp_path / "talk.jsonl"
+    turns = ["x" * 32, "y" * 40, "z" * 20]
+    path.write_text(json.dumps({"turns": turns, "split": "train"}) + "\n", encoding="utf-8")
+    estimate = estimate_run(make_config(f"generate.corpus.path={path}"))["generate"]
+    assert estimate.num_tokens == 2 * 3 * 16
+    # 8 tokens; these, 16 of the answer and 10 more; these, 16 and 5 more
+    read = 2 * (8 + 34 + 55)
+    assert estimate.disk_bytes == 96 * (2 * 8 + 4 + 16) + read * 16
+    steps = 96 / 4
+    assert estimate.duration_s == pytest.approx(2 * 2536 * read / 500 + steps * 5072 / 50)
+
+
+def test_what_is_checked_before_a_run_is_what_its_plan_says(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    turns = ({"role": "user", "content": "x" * 40},)
+    prompt = Prompt("p", "default", "train", turns, later_turns=(turns, turns))
+    chunk = Chunk(0, 0, (Question(prompt, tuple(range(10))),))
+    path = tmp_path / "talk.jsonl"
+    path.write_text(json.dumps({"turns": ["x" * 40] * 3}) + "\n", encoding="utf-8")
+    planned = estimate_run(
+        make_config(f"generate.corpus.path={path}", "generate.target_store=none")
+    )["generate"]
+    assert chunk.size(16).times(2).disk_bytes(0) == planned.disk_bytes
+
+
+def test_prompts_that_the_target_writes_itself_are_work_too(make_config: MakeConfig) -> None:
+    corpus = ["path=null", "kind=self_synthesis", "num_prompts=50", "synthesis.max_new_tokens=7"]
+    estimate = estimate_run(make_config(*(f"generate.corpus.{key}" for key in corpus)))["generate"]
+    assert estimate.num_tokens == 50 * 2 * 16 + 50 * 7
+    assert estimate.disk_bytes == 1600 * 36 + 100 * 128 * 16 + 350 * 8
 
 
 def test_distill_needs_room_for_two_states_and_the_best_weights_twice(
@@ -97,30 +141,69 @@ def test_distill_needs_room_for_two_states_and_the_best_weights_twice(
     # 1352 weights of 2 bytes; 1192 are trained: twice 12 bytes of state and 4 of the best
     assert estimate.disk_bytes == 2704 + 1192 * 32
     # target, frozen tables in float32, 20 bytes a trained weight, the mapped states of 320 tokens
-    assert estimate.memory_bytes == 5072 + 4 * 160 + 1192 * 20 + 320 * 16
-    # 6 operations for each of 1192 + 80 weights, 2 for each of the target's head
-    assert estimate.duration_s == pytest.approx(200 * (6 * 1272 + 2 * 80) / 500)
+    assert estimate.memory_bytes == 5072 + 4 * 160 + 1192 * 20 + 320 * 20
+    # 6 operations for each of 1192 weights, which read 8 tokens of prompt with 16 of answer, and
+    # for each of 80 of the head, which does not; 2 for each of the target's head
+    assert estimate.duration_s == pytest.approx(200 * (6 * (1192 * 1.5 + 80) + 2 * 80) / 500)
+
+
+def test_a_target_that_is_run_again_reads_the_prompts_too(make_config: MakeConfig) -> None:
+    stored = estimate_run(make_config())["distill"].duration_s
+    again = estimate_run(make_config("generate.target_store=none"))["distill"].duration_s
+    assert again - stored == pytest.approx(200 * 2 * 2536 * 1.5 / 500)
+
+
+def test_tokens_that_are_chosen_cost_two_forward_passes_and_the_reference_memory(
+    make_config: MakeConfig,
+) -> None:
+    plain = estimate_run(make_config())["distill"]
+    phases = [{"name": "forward_kl", "fraction": 0.5}]
+    phases.append({"name": "forward_kl", "fraction": 0.5, "keep_fraction": 0.4})
+    chosen = estimate_run(make_config(loss=phases))["distill"]
+    # a copy of the draft, of 2 bytes a weight, in the half of the steps that choose
+    assert chosen.memory_bytes == plain.memory_bytes + 2704
+    forward = 1192 * 1.5 + 80
+    assert chosen.duration_s - plain.duration_s == pytest.approx(200 * 0.5 * 2 * 2 * forward / 500)
+
+    named = {"model": "org/small", "dtype": "float32", "shape": {**SHAPE, "num_hidden_layers": 1}}
+    estimate = estimate_run(make_config(loss=phases, reference=named))["distill"]
+    assert estimate.memory_bytes == plain.memory_bytes + 4 * 760
+    forward += 600 * 1.5 + 80
+    assert estimate.duration_s - plain.duration_s == pytest.approx(200 * 0.5 * 2 * forward / 500)
+
+    unknown = estimate_run(make_config(loss=phases, reference={"model": "org/nowhere"}))["distill"]
+    assert unknown.duration_s is None
+    assert "reference unknown" in unknown.note
+
+
+def test_a_target_that_nothing_runs_leaves_its_head_in_memory(make_config: MakeConfig) -> None:
+    estimate = estimate_run(make_config(decode_every=None))["distill"]
+    assert estimate.memory_bytes == 160 + 4 * 160 + 1192 * 20 + 320 * 20
+    small = estimate_run(make_config("generate.max_new_tokens=1", decode_every=None))["distill"]
+    assert small.memory_bytes == 160 + 4 * 160 + 1192 * 20 + 20 * 20
 
 
 def test_trained_embeddings_are_part_of_the_state(make_config: MakeConfig) -> None:
     estimate = estimate_run(make_config(train_embeddings=True))["distill"]
     assert estimate.disk_bytes == 2704 + 1352 * 32
-    assert estimate.memory_bytes == 5072 + 1352 * 20 + 320 * 16
+    assert estimate.memory_bytes == 5072 + 1352 * 20 + 320 * 20
 
 
 def test_answers_without_states_take_no_room_for_them(make_config: MakeConfig) -> None:
     estimates = estimate_run(make_config("generate.target_store=none"))
-    assert estimates["generate"].disk_bytes == 320 * 16
+    assert estimates["generate"].disk_bytes == 320 * 16 + 20 * 8 * 16
     assert estimates["distill"].memory_bytes == 5072 + 4 * 160 + 1192 * 20
 
 
-def test_measure_counts_the_prompts_that_are_held_out(make_config: MakeConfig) -> None:
+def test_measure_counts_the_half_of_the_held_out_prompts_that_it_decodes(
+    make_config: MakeConfig,
+) -> None:
     estimate = estimate_run(make_config())["measure"]
-    # 3 prompts of 4 tokens, at 2 temperatures, plain and with each of 3 drafts
-    assert estimate.num_tokens == 3 * 4 * 2 * 4
-    assert estimate.disk_bytes == 96 * 16
+    # 2 of 3 prompts of 4 tokens, at 2 temperatures, plain and with each of 3 drafts
+    assert estimate.num_tokens == 2 * 4 * 2 * 4
+    assert estimate.disk_bytes == 64 * 16
     assert estimate.memory_bytes == 5072 + 3 * 2704 + 2 * 4 * 64
-    assert estimate.duration_s == pytest.approx(48 * 5072 / 50)
+    assert estimate.duration_s == pytest.approx(32 * 5072 / 50)
 
 
 def test_measure_counts_no_more_prompts_a_task_than_it_reads(make_config: MakeConfig) -> None:
@@ -132,7 +215,7 @@ def test_of_a_dataset_on_a_hub_the_fraction_is_counted(make_config: MakeConfig) 
     corpus = ["kind=datasets", "name=org/prompts", "limit=50", "held_out_fraction=0.25"]
     estimates = estimate_run(make_config(*(f"generate.corpus.{key}" for key in corpus)))
     assert estimates["generate"].num_tokens == 50 * 2 * 16
-    assert estimates["measure"].num_tokens == 13 * 4 * 2 * 4
+    assert estimates["measure"].num_tokens == 7 * 4 * 2 * 4  # of 13 held out
 
 
 def test_a_dataset_of_unknown_size_is_said_to_be_one_in_every_stage_that_reads_it(

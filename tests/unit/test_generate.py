@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 from distill.artifacts import Artifact, ArtifactStore
 from distill.backends.base import BACKENDS, Completion
 from distill.config import parse_config
+from distill.corpus import CorpusConfig
 from distill.errors import ArtifactError, ConfigError, CorpusError, DiskSpaceError
 from distill.models import ModelConfig, load_target
 from distill.sampling import SamplingConfig
 from distill.stages import generate as stage
-from distill.stages.corpus import CorpusConfig
 from distill.stages.generate import GenerateConfig, generate, generate_key
 from tests.helpers import (
     make_corpus_rows,
@@ -136,9 +136,9 @@ def test_each_completion_id_has_the_state_that_predicted_it(
     files: dict[str, dict[str, torch.Tensor]] = {}
     used: dict[str, int] = {}
     for row in rows_of(built):
-        name = row["hidden_file"]
+        name = row["target_file"]
         states = files.setdefault(name, load_file(built.file(name)))
-        begin, count = row["hidden_offset"], len(row["completion_token_ids"])
+        begin, count = row["target_offset"], len(row["completion_token_ids"])
         used[name] = used.get(name, 0) + count
         prompt = row["prompt_token_ids"]
         with torch.no_grad():
@@ -187,7 +187,7 @@ def test_no_states_are_kept_when_none_are_wanted(
     config = make_config(target, tiny_corpus, target_store="none")
     bare = generate(config, ArtifactStore(tmp_path))
     assert sorted(hashes_of(bare)) == ["completions.parquet", "vocabulary.parquet"]
-    stripped = [{**row, "hidden_file": None, "hidden_offset": None} for row in rows_of(built)]
+    stripped = [{**row, "target_file": None, "target_offset": None} for row in rows_of(built)]
     assert rows_of(bare) == stripped
 
 
@@ -251,8 +251,8 @@ def test_an_answer_that_never_came_is_a_failed_row(
     make = BACKENDS.get("local")
 
     class Lossy:
-        def __init__(self, config: ModelConfig, *, max_batch_size: int) -> None:
-            self.inner = make(config, max_batch_size=max_batch_size)
+        def __init__(self, config: ModelConfig, *, max_batch_size: int, settings: Any) -> None:
+            self.inner = make(config, max_batch_size=max_batch_size, settings=settings)
 
         def generate(self, *args: Any, **kwargs: Any) -> list[Completion]:
             return [c for c in self.inner.generate(*args, **kwargs) if c.prompt_index != 1]
@@ -279,7 +279,7 @@ def test_the_same_config_gives_the_same_bytes_and_a_second_call_computes_nothing
     again = generate(config, store)
     assert hashes_of(again) == hashes_of(built)
     assert again.fingerprint == built.fingerprint == generate_key(config, store).fingerprint
-    monkeypatch.setattr(stage, "_build", None)
+    monkeypatch.setattr(stage._Build, "__call__", None)
     assert generate(config, store, inputs={}).path == again.path
 
 
@@ -384,5 +384,27 @@ def test_a_terminal_gets_a_bar(
     with progress.answering_progress(2) as bar:
         for _ in range(2):
             bar.add_tokens(3)
-            bar.add_answer()
-    assert "6 tokens" in capsys.readouterr().err
+            bar.add_answer("truncated")
+    shown = capsys.readouterr().err
+    assert "6 tokens" in shown
+    assert "2 truncated, 0 failed" in shown
+
+
+def test_the_rows_of_a_mixture_add_up_from_read_to_asked(
+    target: ModelConfig, tmp_path: Path
+) -> None:
+    parts = []
+    for name in "ab":
+        rows = [{"prompt": f"{name} number {n}"} for n in range(8)]
+        rows[0]["prompt"] += " sea" * 600  # longer than the context
+        path = write_jsonl(tmp_path / f"{name}.jsonl", [*rows, rows[1]])
+        parts.append({"path": path, "label": name})
+    corpus = parse_config({"kind": "mixture", "parts": parts, "num_prompts": 14}, CorpusConfig)
+    config = make_config(target, tmp_path, corpus=corpus, samplings=BOTH[1:], max_new_tokens=2)
+    metrics = generate(config, ArtifactStore(tmp_path / "store")).metrics
+    assert metrics["num_read"] == 18
+    assert metrics["num_left_out"] == 18 - 2 - 14
+    assert metrics["num_read"] - metrics["num_left_out"] == metrics["num_prompts"] == 16
+    asked = [metrics[f"num_asked_of_part/{name}"] for name in "ab"]
+    assert sum(asked) == 14 - metrics["num_rejected_as/too_long"]
+    assert all(6 <= number <= 7 for number in asked)

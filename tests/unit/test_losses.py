@@ -1,7 +1,7 @@
 """Owns the hand-computed values of the losses, the vocabulary subset and the head's fixed factors.
 
 Refuses to know what every loss shares: that is tests/contracts/test_loss_contract.py.
-Left out: Jensen-Shannon interpolation faults (no such loss here) and per-rank means (one process).
+The faults others shipped in losses are in tests/faults/test_loss_faults.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from distill.errors import ConfigError, RegistryError
-from distill.losses import LOSSES, Head, LogitLoss, chunked_loss
+from distill.losses import (
+    LOSSES,
+    DraftColumns,
+    FullKnowledge,
+    Head,
+    LogitLoss,
+    chunked_loss,
+    select_by_gap,
+)
 from distill.losses.chunked import default_chunk_tokens
 from distill.losses.head import head_of
 from tests.helpers import make_llama
@@ -23,6 +31,10 @@ Q = [0.2, 0.3, 0.5]
 ALPHA = 0.2 + 0.3 + 0.1
 FORWARD = 0.6 * math.log(3) + 0.1 * math.log(0.2)
 REVERSE = 0.2 * math.log(1 / 3) + 0.5 * math.log(5)
+# half of KL(p, m) and KL(q, m) with m = .4 .3 .3
+JSD = 0.5 * (0.6 * math.log(1.5) + 0.1 * math.log(1 / 3)) + 0.5 * (
+    0.2 * math.log(0.5) + 0.5 * math.log(5 / 3)
+)
 
 
 def _loss(name: str, temperature: float = 1.0) -> LogitLoss:
@@ -43,6 +55,7 @@ def _logits(probs: list[float], shift: float = 3.0) -> Tensor:
         ("total_variation", 1 - ALPHA),
         ("acceptance", -math.log(ALPHA)),
         ("cross_entropy", -math.log(0.2)),
+        ("jsd", JSD),
         (
             "acceptance_hybrid",
             math.exp(-3 * ALPHA) * FORWARD + (1 - math.exp(-3 * ALPHA)) * (1 - ALPHA),
@@ -55,7 +68,8 @@ def test_value_on_a_three_token_vocabulary(name: str, expected: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["forward_kl", "reverse_kl", "total_variation", "acceptance", "acceptance_hybrid"]
+    "name",
+    ["forward_kl", "reverse_kl", "jsd", "total_variation", "acceptance", "acceptance_hybrid"],
 )
 def test_a_draft_equal_to_its_target_has_loss_zero(name: str) -> None:
     value_N = _loss(name).per_position(_logits(P), _logits(P, shift=0.0))
@@ -77,6 +91,25 @@ def test_acceptance_gradient_is_total_variations_over_alpha() -> None:
     _, variation_NV = _loss("total_variation").value_and_grad(_logits(Q), _logits(P))
     _, acceptance_NV = _loss("acceptance").value_and_grad(_logits(Q), _logits(P))
     torch.testing.assert_close(acceptance_NV, variation_NV / ALPHA)
+
+
+def test_acceptance_hybrids_gradient_is_that_of_its_terms_at_the_weight_it_has() -> None:
+    """w is a constant of the position: the numerical check is made with w frozen."""
+    draft_NV = torch.tensor([[0.3, -1.2, 0.8, 0.1]], dtype=torch.float64).requires_grad_()
+    target_NV = torch.tensor([[1.0, 0.2, -0.4, 0.6]], dtype=torch.float64)
+    alpha_N = 1 - _loss("total_variation").per_position(draft_NV.detach(), target_NV)
+    weight_N = torch.exp(-3.0 * alpha_N)
+
+    def frozen(z_NV: Tensor) -> Tensor:
+        far = _loss("forward_kl").per_position(z_NV, target_NV)
+        near = _loss("total_variation").per_position(z_NV, target_NV)
+        return weight_N * far + (1 - weight_N) * near
+
+    assert torch.autograd.gradcheck(frozen, draft_NV)
+    (expected_NV,) = torch.autograd.grad(frozen(draft_NV).sum(), draft_NV)
+    loss_N, grad_NV = _loss("acceptance_hybrid").value_and_grad(draft_NV.detach(), target_NV)
+    torch.testing.assert_close(grad_NV, expected_NV)
+    torch.testing.assert_close(loss_N, frozen(draft_NV).detach())
 
 
 def test_acceptance_of_disjoint_models_is_finite_and_still_pulls() -> None:
@@ -103,6 +136,40 @@ def test_a_temperature_that_is_not_positive_is_refused(temperature: float) -> No
 def test_a_misspelt_loss_names_the_nearest() -> None:
     with pytest.raises(RegistryError, match="forward_kl"):
         LOSSES.get("forward_kll")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.05])
+@pytest.mark.parametrize("name", [n for n in LOSSES.names() if LOSSES.get(n).space == "logits"])
+def test_a_constant_added_to_all_logits_changes_no_loss(name: str, temperature: float) -> None:
+    """Whatever the temperature makes of it; a masked token stays masked."""
+    generator = torch.Generator().manual_seed(0)
+    draft_NV = torch.randn(5, 7, generator=generator, dtype=torch.float64)
+    target_NV = torch.randn(5, 7, generator=generator, dtype=torch.float64)
+    target_NV[:, 3] = -torch.inf
+    loss = _loss(name, temperature)
+    for shift in (-30_000.0, 30_000.0):
+        for shifted, expected in zip(
+            loss.value_and_grad(draft_NV + shift, target_NV + shift),
+            loss.value_and_grad(draft_NV, target_NV),
+            strict=True,
+        ):
+            torch.testing.assert_close(shifted, expected, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(
+            loss.per_position(draft_NV + shift, target_NV + shift),
+            loss.per_position(draft_NV, target_NV),
+            rtol=1e-6,
+            atol=1e-8,
+        )
+
+
+@pytest.mark.parametrize("name", ["total_variation", "acceptance", "acceptance_hybrid"])
+def test_a_constant_added_to_all_logits_changes_no_mass_of_a_subset(name: str) -> None:
+    draft_NV, target_NV = torch.zeros(2, 3, dtype=torch.float64), torch.eye(2, 3).double()
+    logsumexp_N = target_NV.logsumexp(-1) + 0.5
+    torch.testing.assert_close(
+        _loss(name).per_position(draft_NV, target_NV - 30_000.0, logsumexp_N - 30_000.0),
+        _loss(name).per_position(draft_NV, target_NV, logsumexp_N),
+    )
 
 
 # ---------------------------------------------------------------- vocabulary subset
@@ -153,10 +220,9 @@ def test_the_driver_on_a_subset_equals_the_dense_computation() -> None:
     result = chunked_loss(
         _loss("total_variation"),
         draft_ND,
-        target_ND,
+        FullKnowledge(target_ND, torch.logsumexp(logits_NV, -1)),
         draft_head=Head(draft_VD).subset(ids_V),
-        target_head=Head(target_VD).subset(ids_V),
-        target_logsumexp_N=torch.logsumexp(logits_NV, -1),
+        columns=DraftColumns(Head(target_VD).subset(ids_V), ids_V),
         normalizer=9,
         chunk_tokens=4,
     )
@@ -199,15 +265,16 @@ def test_a_trained_head_gets_the_gradient_autograd_would_give(
     ids_V = torch.tensor([0, 3, 4, 9, 14]) if use_subset else None
     draft_head = Head(weight_VD, bias_V, **head).subset(ids_V)
     target_head = Head(target[1]).subset(ids_V)
+    logsumexp_N = torch.logsumexp(target[0] @ target[1].T, -1)
     weight_N = torch.linspace(0.0, 1.0, 11)
     loss = _loss("forward_kl")
     leaves = [hidden_ND, weight_VD] + ([bias_V] if bias_V is not None else [])
     value = chunked_loss(
         loss,
         hidden_ND,
-        target[0],
+        FullKnowledge(target[0], logsumexp_N),
         draft_head=draft_head,
-        target_head=target_head,
+        columns=DraftColumns(target_head, ids_V),
         normalizer=7.0,
         weight_N=weight_N,
         chunk_tokens=4,
@@ -224,7 +291,12 @@ def test_without_gradients_only_the_values_are_computed() -> None:
     hidden_ND = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     head = Head(torch.randn(7, 4, generator=torch.Generator().manual_seed(1)))
     result = chunked_loss(
-        _loss("acceptance"), hidden_ND, hidden_ND, draft_head=head, target_head=head, normalizer=5
+        _loss("acceptance"),
+        hidden_ND,
+        FullKnowledge(hidden_ND),
+        draft_head=head,
+        columns=DraftColumns(head),
+        normalizer=5,
     )
     assert not result.value.requires_grad
     assert result.loss_N.abs().max() < 1e-6
@@ -234,7 +306,12 @@ def test_no_positions_is_a_loss_of_zero() -> None:
     head = Head(torch.ones(7, 4))
     hidden_ND = torch.zeros(0, 4, requires_grad=True)
     result = chunked_loss(
-        _loss("forward_kl"), hidden_ND, hidden_ND, draft_head=head, target_head=head, normalizer=1
+        _loss("forward_kl"),
+        hidden_ND,
+        FullKnowledge(hidden_ND),
+        draft_head=head,
+        columns=DraftColumns(head),
+        normalizer=1,
     )
     assert result.value.item() == 0.0
     assert result.loss_N.shape == (0,)
@@ -262,3 +339,32 @@ def test_a_models_logit_scale_and_soft_cap_are_read() -> None:
     head = head_of(model)
     assert head.scale == 0.25
     assert head.softcap == 30.0
+
+
+# ---------------------------------------------------------------- token selection
+
+
+def _kept(draft: list[float], reference: list[float], fraction: float) -> list[int]:
+    keep_N = select_by_gap(torch.tensor(draft), torch.tensor(reference), keep_fraction=fraction)
+    return keep_N.nonzero().flatten().tolist()
+
+
+def test_the_tokens_kept_are_those_the_reference_does_better_on() -> None:
+    """Gaps 0.1 3.0 -1.0 0.0 2.0: a token that is hard for both is not kept."""
+    draft, reference = [9.1, 4.0, 1.0, 7.0, 2.5], [9.0, 1.0, 2.0, 7.0, 0.5]
+    assert _kept(draft, reference, 0.4) == [1, 4]
+    assert _kept(draft, reference, 0.41) == [0, 1, 4]
+    assert _kept(draft, reference, 0.01) == [1]
+    assert _kept(draft, reference, 1.0) == [0, 1, 2, 3, 4]
+
+
+def test_a_fraction_of_a_round_number_is_not_rounded_up() -> None:
+    assert len(_kept([0.0] * 30, [0.0] * 30, 0.1)) == 3
+
+
+def test_of_equal_gaps_the_earlier_position_is_kept() -> None:
+    assert _kept([1.0, 1.0, 1.0, 1.0], [0.5, 0.5, 0.5, 0.5], 0.5) == [0, 1]
+
+
+def test_a_loss_that_is_not_a_number_is_kept_and_so_reported() -> None:
+    assert _kept([0.0, math.nan, 5.0], [0.0, 0.0, 0.0], 0.3) == [1]

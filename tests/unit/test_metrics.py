@@ -211,6 +211,8 @@ def _record(draft: str, prompt: str, task: str, accepted: list[int], **kwargs: A
         "proposed_by_position": [len(accepted)] * 2,
         "tested_by_position": [len(accepted), sum(a >= 1 for a in accepted)],
         "accepted_by_position": [sum(a >= 1 for a in accepted), sum(a >= 2 for a in accepted)],
+        "num_rounds": len(accepted),
+        "accepted_length_histogram": [accepted.count(n) for n in range(3)],
     }
     sums = kwargs.pop("sums", {"speculative_sampling": 3.0, "draft_argmax": 2.0})
     return PromptRecord(draft, 1.0, prompt, task, counts, 4, sums)
@@ -242,6 +244,7 @@ def test_pooled_cell_by_hand() -> None:
     assert cell["block_efficiency"]["value"] == 9 / 4
     assert [e["value"] for e in cell["acceptance_by_position"]] == [3 / 4, 2 / 4]
     assert [e["value"] for e in cell["conditional_acceptance_by_position"]] == [3 / 4, 2 / 3]
+    assert [e["value"] for e in cell["accepted_length_histogram"]] == [1 / 4, 1 / 4, 2 / 4]
     assert cell["analytic_acceptance_rate"]["value"] == 6 / 8
     assert cell["analytic_acceptance_rate_by_rule"]["draft_argmax"]["value"] == 4 / 8
 
@@ -258,6 +261,36 @@ def test_comparison_is_paired_by_prompt() -> None:
     # base: accepted 2 of tested 2 + 2 + 1 + 1 = 6.
     assert rows[0]["acceptance_rate"]["value"] == pytest.approx(5 / 7 - 2 / 6)
     assert rows[0]["analytic_acceptance_rate"] == Estimate(0.0, 0.0, 0.0, 2).to_dict()
+
+
+def test_a_prompt_that_only_one_draft_answered_is_in_no_comparison() -> None:
+    rows = summary.compare(RECORDS[:3], draft="ours", baseline="base", seed=0)
+    assert [(row["task"], row["num_prompts"]) for row in rows] == [(None, 1), ("math", 1)]
+    assert "one prompt gives no interval" in rows[0]["sentence"]
+
+
+def test_paired_interval_equals_scipy_on_resampled_prompts() -> None:
+    rng = np.random.default_rng(5)
+    tested = rng.integers(5, 30, 40).astype(float)
+    base = rng.binomial(tested.astype(int), 0.5).astype(float)
+    ours = np.minimum(tested, base + rng.integers(0, 3, 40))
+    table = np.stack([ours, tested, base, tested], axis=1)
+    found = intervals.estimate(table, intervals.ratio_difference, seed=1, num_resamples=20_000)
+
+    def statistic(*columns: Any, axis: int = -1) -> Any:
+        a, b, c, d = (column.sum(axis=axis) for column in columns)
+        return a / b - c / d
+
+    expected = stats.bootstrap(
+        tuple(table.T),
+        statistic,
+        paired=True,
+        method="percentile",
+        n_resamples=20_000,
+        rng=np.random.default_rng(2),
+    ).confidence_interval
+    assert found.low == pytest.approx(expected.low, abs=1e-3)
+    assert found.high == pytest.approx(expected.high, abs=1e-3)
 
 
 def test_a_draft_without_an_analytic_rate_says_so() -> None:

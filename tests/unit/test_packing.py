@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from distill.runtime.cache import RaggedCache, forward
+from distill.runtime.cache import RaggedCache
+from distill.runtime.forward import forward
 from distill.runtime.packing import PackedLinears
 from tests.helpers import make_llama
 
@@ -100,7 +101,7 @@ def test_float32_layers_and_layers_with_their_own_forward_are_left_alone():
 
 
 def test_huge_models_are_not_copied(monkeypatch):
-    monkeypatch.setattr("distill.runtime.packing._MAX_BYTES", 10)
+    monkeypatch.setattr("distill.runtime.packing.MAX_BYTES", 10)
     layer = nn.Linear(8, 8, dtype=torch.bfloat16)
     with PackedLinears(layer).applied():
         assert "forward" not in layer.__dict__

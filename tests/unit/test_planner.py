@@ -9,6 +9,7 @@ import pytest
 
 from distill.errors import ConfigError
 from distill.metrics import planner
+from distill.metrics.planner_tables import Rates, improvements, plan_batches, speedups_by_alpha
 
 # Leviathan et al. 2023 (arXiv 2211.17192), Table 1, c = c_hat = 0.
 LEVIATHAN_TABLE_1 = [
@@ -61,14 +62,40 @@ def test_alpha_point_seven_reads_lower_under_the_proposed_rate(depth: int, perce
     assert f"{100 * planner.draft_acceptance_rate(0.7, depth):.0f}" == percent
 
 
-# Best depth and speed with a free verify pass (v = 1): (c, alpha) -> (K, speed).
+def test_bigram_draft_at_no_cost_from_the_papers_own_rate() -> None:
+    # Leviathan et al., Table 3 and section 4.2: alpha = .2 with a bigram model, 1.25x at gamma 3.
+    assert f"{planner.speedup(0.2, 3, draft_cost_ratio=0.0):.2f}" == "1.25"
+
+
+def test_a_published_server_run_reads_the_same_here() -> None:
+    # vLLM, K = 4, accepted by position 71.4 / 49.8 / 36.3 / 27.0%: length 2.85, rate 46.13%.
+    reach = [0.714, 0.498, 0.363, 0.270]
+    conditional = [b / a for a, b in zip([1.0, *reach], reach, strict=False)]
+    tokens = planner.tokens_from_positions(conditional, tail_rate=0.7)
+    assert f"{tokens(4):.2f}" == "2.85"
+    assert f"{100 * (tokens(4) - 1) / 4:.1f}" == "46.1"
+
+
+def test_time_per_token_of_a_published_loop() -> None:
+    # 70B with a 1B draft: 2.50 ms a draft step, 24.36 ms a verify pass, plain 23.65 ms, K = 4.
+    cost = planner.call_cost(
+        4, draft_cost_ratio=2.50 / 23.65, verify_cost_ratio=lambda n: 24.36 / 23.65
+    )
+    assert cost * 23.65 == pytest.approx(4 * 2.50 + 24.36)
+
+
+# Best depth and speed with a free verify pass (v = 1): (c, alpha) -> (K, speed). At c = .2 and
+# alpha = .5 depths 1 and 2 tie (1.5 / 1.2 and 1.75 / 1.4), and the smaller is taken.
 BEST = [
-    (0.02, 0.5, 4, "1.79"),
-    (0.02, 0.9, 19, "6.37"),
-    (0.05, 0.6, 4, "1.92"),
-    (0.10, 0.7, 4, "1.98"),
-    (0.20, 0.8, 4, "1.87"),
-    (0.30, 0.5, 1, "1.15"),
+    (cost, alpha, depth, speed)
+    for cost, row in {
+        0.02: [(4, "1.79"), (6, "2.17"), (8, "2.76"), (11, "3.82"), (19, "6.37")],
+        0.05: [(3, "1.63"), (4, "1.92"), (6, "2.35"), (8, "3.09"), (13, "4.67")],
+        0.10: [(2, "1.46"), (3, "1.67"), (4, "1.98"), (6, "2.47"), (10, "3.43")],
+        0.20: [(1, "1.25"), (2, "1.40"), (3, "1.58"), (4, "1.87"), (7, "2.37")],
+        0.30: [(1, "1.15"), (1, "1.23"), (2, "1.37"), (3, "1.55"), (5, "1.87")],
+    }.items()
+    for alpha, (depth, speed) in zip((0.5, 0.6, 0.7, 0.8, 0.9), row, strict=True)
 ]
 
 
@@ -154,3 +181,38 @@ def test_a_rate_outside_the_unit_interval_is_refused_with_its_value(alpha: float
 def test_negative_depth_is_refused() -> None:
     with pytest.raises(ConfigError, match="num_draft_tokens"):
         planner.expected_tokens(0.5, -1)
+
+
+def test_do_not_speculate_is_an_answer_at_every_alpha() -> None:
+    rows = speedups_by_alpha(draft_cost_ratio=0.35, max_draft_tokens=4, alphas=(0.3, 0.9))
+    assert (rows[0]["num_draft_tokens"], rows[0]["predicted_speedup"]) == (0, 1.0)
+    assert rows[1]["num_draft_tokens"] > 0
+    assert rows[1]["curve"][0] == planner.speedup(0.9, 1, draft_cost_ratio=0.35)
+
+
+def test_what_a_change_would_buy_is_at_its_own_best_depth() -> None:
+    # alpha .5 everywhere, c .1, v = 1: best K = 2, 1.75 / 1.2; at .55: (1 + .55 + .3025) / 1.2.
+    found = {
+        row["change"]: row
+        for row in improvements(
+            Rates([0.5], 0.5),
+            draft_cost_ratio=0.1,
+            verify_cost_ratio=planner.free_verification,
+            max_draft_tokens=8,
+        )
+    }
+    assert found["as measured"]["predicted_speedup"] == pytest.approx(1.75 / 1.2)
+    better = found["acceptance 5 points higher"]
+    assert better["num_draft_tokens"] == 3
+    assert better["predicted_speedup"] == pytest.approx((1.8525 + 0.55**3) / 1.3)
+    assert found["draft at half the cost"]["predicted_speedup"] == pytest.approx(1.875 / 1.15)
+
+
+def test_a_batch_whose_wide_passes_cost_their_width_ends_speculation() -> None:
+    costs = [
+        {"batch_size": 1, "draft_cost_ratio": 0.1, "verify_cost_ratio": {"1": 1.0, "5": 1.0}},
+        {"batch_size": 64, "draft_cost_ratio": 0.1, "verify_cost_ratio": {"1": 1.0, "5": 5.0}},
+    ]
+    rows = plan_batches(Rates([0.7], 0.7), costs, max_draft_tokens=4)
+    assert [row["num_draft_tokens"] for row in rows] == [4, 0]
+    assert f"{rows[0]['predicted_speedup']:.2f}" == "1.98"

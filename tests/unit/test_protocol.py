@@ -152,6 +152,24 @@ def test_a_wrong_value_is_refused_and_never_coerced(name: str, value: Any) -> No
     assert error.code == "invalid_value"
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("temperature", 1e-5, "at least 0.0001"),
+        ("temperature", 20000, "10000"),
+        ("repetition_penalty", 0.005, "0.01"),
+        ("repetition_penalty", 200, "100"),
+    ],
+)
+def test_a_value_that_the_library_takes_from_nobody_is_refused_by_name(
+    name: str, value: float, words: str
+) -> None:
+    for parse in (completion, chat):
+        error = refusal(lambda parse=parse, **fields: parse(**fields).sampling(), **{name: value})
+        assert error.param == name
+        assert words in str(error)
+
+
 def test_a_missing_parameter_is_named() -> None:
     with pytest.raises(ApiError) as caught:
         parse_request(b'{"model": "m"}', CompletionRequest)

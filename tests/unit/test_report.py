@@ -11,13 +11,17 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from rich.console import Console
 
 from distill.artifacts import Artifact, ArtifactStore
 from distill.config import Config
 from distill.errors import ArtifactError
-from distill.metrics import acceptance, summary
+from distill.metrics import acceptance, diagnosis, summary
+from distill.metrics.distribution import law_test
+from distill.metrics.planner_tables import Rates, improvements, speedups_by_alpha
+from distill.metrics.self_tests import SelfTest
 from distill.metrics.summary import PromptRecord
 from distill.report import build_report, render, report_table, write_report
 
@@ -72,6 +76,8 @@ def _records() -> list[PromptRecord]:
                         "proposed_by_position": [6] * 4,
                         "tested_by_position": [sum(a >= i for a in rounds) for i in range(4)],
                         "accepted_by_position": [sum(a > i for a in rounds) for i in range(4)],
+                        "num_rounds": len(rounds),
+                        "accepted_length_histogram": [rounds.count(n) for n in range(5)],
                     }
                     sums = {rule: 20.0 * (0.2 + 0.2 * gain) + 0.3 * n for rule in acceptance.RULES}
                     prompt_id = f"{task}-{n}"
@@ -87,6 +93,11 @@ def _acceptance() -> dict[str, Any]:
         "schema_version": 1,
         "num_draft_tokens": 4,
         "temperatures": [0.0, 1.0],
+        "max_new_tokens": 64,
+        "num_prompts": 16,
+        "num_skipped": 2,
+        "primary": "distilled",
+        "baseline": "undistilled",
         "drafts": list(DRAFTS),
         "cells": summary.summarize(records, num_draft_tokens=4, seed=0),
         "differences": summary.compare(records, draft="distilled", baseline="undistilled", seed=0),
@@ -107,9 +118,64 @@ def _acceptance() -> dict[str, Any]:
                     "margin": 0.0625,
                     "margin_ulps": 1.0,
                     "is_tie": True,
+                    "cause": "tie",
                 }
             ],
+            "by_draft": [
+                {"draft": draft, "num_compared": 16, "num_identical": 15, "num_ties": 1}
+                | {"num_broken": 0}
+                for draft in DRAFTS
+            ],
+            "laws": [
+                {"draft": "distilled", "temperature": 1.0, "rest_mass": 0.25}
+                | law_test([([45, 28, 17, 10], [0.4, 0.3, 0.2, 0.1])]).to_dict()
+            ],
         },
+        "self_tests": [
+            SelfTest("draft == target", 1.0, "acceptance rate 1", "1.000000", True).to_dict(),
+            SelfTest("analytic == decoded: d", 1.0, "the same", "0.5, 0.9", False).to_dict(),
+            SelfTest("draft == target, decoded", 0.0, "0.99", "nothing", None).to_dict(),
+        ],
+        "diagnosis": [_diagnosis()],
+        "examples": [
+            {
+                "prompt_id": "chat-3",
+                "task": "chat",
+                "draft": "distilled",
+                "temperature": 0.0,
+                "pieces": [
+                    {"text": "a <b>", "status": "accepted", "acceptance": 1.0},
+                    {"text": " wrong", "status": "rejected", "acceptance": 0.0},
+                    {"text": " free", "status": "extra", "acceptance": None},
+                ],
+            }
+        ],
+    }
+
+
+def _diagnosis() -> dict[str, Any]:
+    columns = {
+        "position": [0, 1],
+        "speculative_sampling": [0.2, 0.9],
+        "text": [0.2, 0.9],
+        "outside": [0.1, 0.0],
+        "draft_token": [7, 8],
+        "draft_excess": [0.8, 0.1],
+    }
+    text = diagnosis.ScoredText("chat-3", "chat", [1, 2], [5, 6], [0.1, 3.0], columns)
+    found = diagnosis.diagnose([text], stop_token_ids=frozenset({6}))
+    lost = [row | {"text": "\n"} for row in found["lost_tokens"]]
+    texts = {"text": " <i>", "context": "before it", "target_text": " that"}
+    rejected = [row | texts for row in found["rejected_tokens"]]
+    return {
+        "draft": "distilled",
+        "temperature": 1.0,
+        "findings": ["distilled loses 45.0% of what it proposes at temperature 1"],
+        **found,
+        "lost_tokens": lost,
+        "rejected_tokens": rejected,
+        "top_k_ceiling": {"8": 0.8},
+        "by_draft_temperature": [{"draft_temperature": 0.5, "analytic_acceptance_rate": 0.4}],
     }
 
 
@@ -127,8 +193,11 @@ def _timing() -> dict[str, Any]:
             "plain_tokens_per_s": _spread(20.0),
             "tokens_per_s": _spread(20.0 * speed),
             "speedup": {"value": speed, "low": speed - 0.1, "high": speed + 0.1, "num_prompts": 4},
+            "caveat": "fewer than 8 prompts are too few to rely on",
             "predicted_speedup": 1.8,
             "efficiency": speed / 1.8,
+            "block_efficiency": 2.1,
+            "acceptance_rate": 0.6,
         }
         for temperature in (0.0, 1.0)
         for draft, speed in speeds.items()
@@ -138,7 +207,18 @@ def _timing() -> dict[str, Any]:
         {
             "draft": draft,
             "temperature": temperature,
+            "num_draft_tokens": 4,
+            "predicted_speedup": 1.7,
+            "break_even_acceptance_rate": 0.2,
             "curve": [{"num_draft_tokens": k + 1, "speedup": s} for k, s in enumerate(curve)],
+            "improvements": improvements(
+                Rates([0.6, 0.6], 0.6),
+                draft_cost_ratio=0.12,
+                verify_cost_ratio=lambda n: 1.0,
+                max_draft_tokens=6,
+            ),
+            "by_alpha": speedups_by_alpha(draft_cost_ratio=0.12, max_draft_tokens=6),
+            "by_batch_size": [{"batch_size": 16, "num_draft_tokens": 0, "predicted_speedup": 1.0}],
         }
         for temperature in (0.0, 1.0)
         for draft in DRAFTS
@@ -160,6 +240,16 @@ def _timing() -> dict[str, Any]:
             for temperature in (0.0, 1.0)
         ],
         "verify_cost_ratio": {"1": 1.0, "4": 1.1, "8": 1.3},
+        "batches": [
+            {
+                "batch_size": 16,
+                "temperature": temperature,
+                "target_step_ms": _spread(50.0),
+                "draft_cost_ratio": 0.2,
+                "verify_cost_ratio": {"1": 1.0, "7": 3.0},
+            }
+            for temperature in (0.0, 1.0)
+        ],
         "runs": runs,
         "plans": plans,
     }
@@ -167,7 +257,13 @@ def _timing() -> dict[str, Any]:
 
 def _measure_metrics(ship: bool = True) -> dict[str, Any]:
     reason = "1.62x at temperature 0 and 1.62x at temperature 1" if ship else "slower <than> plain"
-    return {"timing": _timing(), "verdict": {"ship": ship, "reasons": [reason]}}
+    verdict = {
+        "ship": ship,
+        "reasons": [reason],
+        "num_draft_tokens": 3,
+        "num_draft_tokens_by_temperature": {"0": 3, "1": 3},
+    }
+    return {"timing": _timing(), "verdict": verdict}
 
 
 def _artifact(
@@ -239,6 +335,129 @@ def test_written_report_is_json_and_html(report: dict[str, Any], tmp_path: Path)
     assert [path.name for path in paths] == ["report.json", "report.html"]
     assert json.loads(paths[0].read_text(encoding="utf-8")) == report
     assert paths[1].read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def _schema() -> Any:
+    path = Path(render.__file__).with_name("report.schema.json")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_report_fits_its_schema(report: dict[str, Any]) -> None:
+    validator = jsonschema.Draft202012Validator(_schema())
+    assert [(list(e.path), e.message) for e in validator.iter_errors(report)] == []
+
+
+def test_schema_refuses_what_is_no_report(report: dict[str, Any]) -> None:
+    validator = jsonschema.Draft202012Validator(_schema())
+    for change in ({"unheard_of": 1}, {"cells": [{}]}, {"verdict": {"ship": "yes"}}):
+        assert not validator.is_valid(report | change)
+
+
+STRUCTURE = frozenset(
+    (
+        "schema_version",
+        "from",
+        "to",
+        "name",
+        "position",
+        "num_cpus",
+        "num_threads",
+        "load_average",
+    )
+)
+NOT_OURS = ("training", "data", "artifacts", "provenance", "definitions", "conditions", "code")
+
+
+def _number_names(tree: Any, name: str = "") -> set[str]:
+    """The key over every number; one that is no identifier ("8", "1.0") stands for its parent."""
+    if isinstance(tree, dict):
+        if set(tree) == {"value", "low", "high", "num_prompts"}:
+            return {name}
+        found: set[str] = set()
+        for key, value in tree.items():
+            if key not in NOT_OURS:
+                is_label = not key.isidentifier()
+                found |= _number_names(value, name if is_label else key)
+        return found
+    if isinstance(tree, list):
+        return set().union(*(_number_names(item, name) for item in tree))
+    return {name} if isinstance(tree, (int, float)) and not isinstance(tree, bool) else set()
+
+
+def test_every_numbers_name_is_a_heading_of_the_definitions(report: dict[str, Any]) -> None:
+    path = Path(__file__).resolve().parents[2] / "docs" / "definitions.md"
+    headings = [x for x in path.read_text(encoding="utf-8").splitlines() if x.startswith("### ")]
+    defined = set(re.findall(r"`([^`]+)`", "\n".join(headings)))
+    token_ids = {"plain_token", "speculative_token", "target_token", "context_token_ids"}
+    names = _number_names(report) - STRUCTURE - token_ids
+    assert "analytic_acceptance_rate" in names
+    assert "detectable_effect" in names
+    assert names - defined == set()
+    assert set(report["definitions"]) - {"interval"} - defined == set()
+
+
+def test_a_gate_is_judged_when_the_report_is_written(tmp_path: Path) -> None:
+    bounds = {"min_speedup": 1.7, "min_alpha": 0.4, "lossless": True}
+    report = build_report("demo", _artifacts(tmp_path), gate=bounds)
+    failures = report["gate"]["failures"]
+    assert len(failures) == 3  # a failed self-test, and 1.62x at both temperatures
+    assert "cannot be judged: self-test failed at temperature 1: analytic == decoded" in failures[0]
+    assert "min_speedup is 1.7, the speedup at temperature 0 is 1.620 (95%: 1.520" in failures[1]
+    assert "Gate failed" in render.render_html(report)
+    assert "gate failed" in _printed(report)
+    reached = build_report("demo", _artifacts(tmp_path), gate=bounds | {"min_speedup": 1.6})
+    assert reached["gate"]["failures"] == failures[:1]
+    assert reached["gate"]["is_passed"] is False
+
+
+def test_a_gate_passes_where_every_bound_is_reached_and_every_self_test(tmp_path: Path) -> None:
+    content = _acceptance()
+    content["self_tests"] = [t for t in content["self_tests"] if t["is_passed"] is not False]
+    store = ArtifactStore(tmp_path)
+    files = {"acceptance.json": json.dumps(content)}
+    measure = _artifact(store, "measure", files, _measure_metrics())
+    bounds = {"min_speedup": 1.6, "min_alpha": 0.4, "lossless": True}
+    assert build_report("demo", {"measure": measure}, gate=bounds)["gate"]["is_passed"] is True
+
+
+def test_what_was_left_out_is_said_beside_what_was_measured(
+    report: dict[str, Any], page: str
+) -> None:
+    assert report["num_skipped"] == 2
+    assert "Left out: 2 of 18 prompts" in page
+    assert "skipped: 2 of 18 prompts" in _printed(report)
+
+
+def test_few_timed_prompts_and_untested_cells_are_said_beside_their_numbers(page: str) -> None:
+    assert "fewer than 8 prompts are too few to rely on" in page
+    assert "a change inside those is not seen" in page
+    assert "<td>25.0%</td>" in page
+
+
+def test_a_law_that_was_not_judged_is_no_yes(report: dict[str, Any]) -> None:
+    law = report["lossless"]["laws"][0] | {"p_value": None, "is_same_law": None}
+    unjudged = report | {"lossless": report["lossless"] | {"laws": [law]}}
+    assert "<td>not judged</td>" in render.render_html(unjudged)
+    validator = jsonschema.Draft202012Validator(_schema())
+    assert validator.is_valid(unjudged)
+
+
+def test_the_training_curve_starts_at_the_draft_that_was_trained_on(page: str) -> None:
+    # After rounds of on-policy training, step 0 of the last one is no undistilled draft.
+    assert "Step 0 is the draft this training (of several rounds: the last one) started" in page
+    assert "as the last round found it" in page
+
+
+def test_efficiency_names_the_prompts_own_pass(report: dict[str, Any]) -> None:
+    assert "the prompt's own pass" in report["definitions"]["efficiency"]
+
+
+def test_page_colours_tokens_and_names_what_failed(page: str) -> None:
+    assert '<span class="accepted" title="acceptance 100.0%">a &lt;b&gt;</span>' in page
+    assert '<span class="rejected" title="acceptance 0.0%"> wrong</span>' in page
+    assert "1 of 3 self-tests of this measurement passed, 1 failed, 1 was not judged" in page
+    assert "distilled loses 45.0%" in page
+    assert "before it" in page
 
 
 def test_equal_reports_render_to_equal_bytes(report: dict[str, Any], page: str) -> None:
@@ -332,7 +551,7 @@ def test_a_draft_not_worth_shipping_is_said_to_be_so(tmp_path: Path) -> None:
 
 
 def test_report_without_timing_still_renders(tmp_path: Path) -> None:
-    metrics = {"verdict": {"ship": False, "reasons": ["not timed"]}, "timing": {}}
+    metrics = _measure_metrics(ship=False) | {"timing": {}}
     report = build_report("demo", _artifacts(tmp_path, **metrics))
     assert "Timing was switched off" in render.render_html(report)
     assert "–" in _printed(report)

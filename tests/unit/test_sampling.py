@@ -13,14 +13,13 @@ import torch
 from scipy import stats
 
 from distill.config import dump_config, parse_config
-from distill.errors import ConfigError, SamplingError
+from distill.errors import ConfigError
 from distill.sampling import (
     ACCEPT_LANE,
     DRAFT_LANE,
     RESIDUAL_LANE,
     SamplingConfig,
     argmax_last,
-    edit_logits,
     log_normalizer,
     logits_to_probs,
     overlap,
@@ -33,21 +32,16 @@ from distill.sampling import (
 SMALLEST_U, LARGEST_U = 2.0**-53, 1 - 2.0**-53
 
 
-def edited(logits: list[float], sampling: SamplingConfig, prompt=(), output=(), stops=()):
-    return edit_logits(
-        torch.tensor(logits),
-        sampling,
-        prompt_token_ids=list(prompt),
-        output_token_ids=list(output),
-        stop_token_ids=stops,
-    ).tolist()
-
-
 # --- settings ---------------------------------------------------------------------------------
 
 
 def test_settings_survive_a_round_trip_through_yaml(tmp_path):
-    config = SamplingConfig(temperature=0.7, logit_bias={5: -1.5, 2: 3.0}, bad_token_ids=(1, 2))
+    config = SamplingConfig(
+        temperature=0.7,
+        logit_bias={5: -1.5, 2: 3.0},
+        bad_token_ids=(1, 2),
+        bad_words_ids=((4, 5), (6,)),
+    )
     import yaml
 
     assert parse_config(yaml.safe_load(dump_config(config)), SamplingConfig) == config
@@ -64,6 +58,8 @@ def test_settings_survive_a_round_trip_through_yaml(tmp_path):
         {"repetition_penalty": 0.0},
         {"logit_bias": {-1: 2.0}},
         {"bad_token_ids": [-3]},
+        {"bad_words_ids": [[]]},
+        {"bad_words_ids": [[2, -1]]},
     ],
 )
 def test_a_setting_out_of_range_is_refused_with_its_name(wrong):
@@ -334,68 +330,6 @@ def test_random_numbers_are_uniform_and_uncorrelated(vary):
     for one, other in ((0, 1), (0, 2), (1, 2)):
         pairs = np.histogram2d(rows[one], rows[other], bins=8, range=[(0, 1)] * 2)[0]
         assert stats.chisquare(pairs.ravel()).pvalue > 1e-4
-
-
-# --- editing logits ---------------------------------------------------------------------------
-
-
-def test_bias_is_added_and_bans_remove():
-    sampling = SamplingConfig(logit_bias={0: 2.5}, bad_token_ids=(2,))
-    assert edited([1.0, 1.0, 9.0], sampling) == [3.5, 1.0, -math.inf]
-
-
-def test_stop_tokens_are_banned_until_min_tokens_are_out():
-    sampling = SamplingConfig(min_tokens=2)
-    assert edited([1.0, 2.0], sampling, output=[0], stops={1}) == [1.0, -math.inf]
-    assert edited([1.0, 2.0], sampling, output=[0, 0], stops={1}) == [1.0, 2.0]
-
-
-def test_repetition_penalty_looks_at_prompt_and_output():
-    sampling = SamplingConfig(repetition_penalty=2.0)
-    assert edited([4.0, -4.0, 4.0], sampling, prompt=[0, 0], output=[1]) == [2.0, -8.0, 4.0]
-
-
-def test_additive_penalties_look_at_the_output_only():
-    sampling = SamplingConfig(presence_penalty=0.5, frequency_penalty=0.25)
-    assert edited([1.0, 1.0, 1.0], sampling, prompt=[2], output=[0, 0, 1]) == [0.0, 0.25, 1.0]
-
-
-def test_repetition_penalty_equals_the_processor_of_transformers():
-    from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
-
-    logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(2))
-    seen = [3, 3, 17, 29, 0]
-    expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([seen]), logits.clone())[0]
-    row = edit_logits(
-        logits[0],
-        SamplingConfig(repetition_penalty=1.3),
-        prompt_token_ids=seen[:2],
-        output_token_ids=seen[2:],
-    )
-    assert torch.equal(row, expected)
-
-
-def test_editing_leaves_its_input_alone():
-    logits = torch.zeros(3)
-    edit_logits(
-        logits, SamplingConfig(bad_token_ids=(0,)), prompt_token_ids=[1], output_token_ids=[]
-    )
-    assert logits.tolist() == [0.0, 0.0, 0.0]
-
-
-def test_ids_in_the_history_that_the_target_cannot_emit_are_ignored():
-    sampling = SamplingConfig(repetition_penalty=2.0, presence_penalty=1.0)
-    assert edited([4.0, 4.0], sampling, prompt=[7], output=[9, 1]) == [4.0, 1.0]
-
-
-def test_a_ban_of_everything_is_an_error_with_a_way_out():
-    with pytest.raises(SamplingError, match="Remove one"):
-        edited([1.0, 2.0], SamplingConfig(bad_token_ids=(0, 1)))
-
-
-def test_an_id_outside_the_vocabulary_is_an_error_with_both_numbers():
-    with pytest.raises(SamplingError, match=r"7 .* 2 ids"):
-        edited([1.0, 2.0], SamplingConfig(logit_bias={7: 1.0}))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 import openai
 import pytest
 import torch
+from pydantic import ValidationError
 
 from distill.artifacts import Artifact, ArtifactStore
 from distill.config import Config
@@ -285,6 +286,148 @@ def test_the_depth_is_the_configured_then_the_measured_then_four(
     assert revisions["num_draft_tokens"] == "0"
 
 
+TIMING = {
+    "timing": {
+        "verify_cost_ratio": {"1": 1.0, "2": 1.1, "4": 1.3},
+        "draft_costs": [{"draft": "distilled", "temperature": 0.0, "draft_cost_ratio": 0.25}],
+        "runs": [{"draft": "distilled", "temperature": 0.0, "acceptance_rate": 0.75}],
+    },
+    "verdict": {"ship": True, "num_draft_tokens": 1},
+}
+
+
+def test_an_adaptive_server_answers_as_the_target_does_and_records_its_costs(
+    config: ServeConfig,
+    store: ArtifactStore,
+    distilled: Artifact,
+    tiny_tokenizer: Any,
+    started: Callable[..., openai.OpenAI],
+) -> None:
+    adaptive = config.model_copy(update={"draft_length": "adaptive"})
+    measured = stand_in(store, "measure", metrics=TIMING, distilled=distilled)
+    client = started(adaptive, store, distill=distilled, measure=measured)
+    answer = client.completions.create(model="target", prompt=PROMPT, max_tokens=80, temperature=0)
+    assert answer.choices[0].text == plain_text(config, tiny_tokenizer(PROMPT)["input_ids"], 80)
+    assert answer.model_extra is not None
+    speculation = answer.model_extra["distill"]
+    assert speculation["num_draft_tokens"] == 3
+    # A random draft is asked less and less: plain rounds stand between those with drafts.
+    assert 0 < speculation["num_proposed"] < 60
+    inputs = {"distill": distilled, "measure": measured}
+    key = serve_key(adaptive, store, inputs=inputs)
+    artifact = store.find(key)
+    assert artifact is not None
+    content = json.loads(artifact.file("serving.json").read_text(encoding="utf-8"))
+    assert content["num_draft_tokens"] == 3
+    assert content["adaptive"] == {
+        "max_draft_tokens": 3,
+        "draft_cost_ratio": 0.25,
+        "verify_cost_ratio": {"1": 1.0, "2": 1.1, "4": 1.3},
+        "prior_acceptance_rate": 0.75,
+    }
+    assert content["drafter"] == {"name": "causal_lm", "num_layers": None}
+
+
+@pytest.mark.parametrize(
+    ("max_batch_size", "costs"),
+    [(1, (0.25, {1: 1.0, 2: 1.1, 4: 1.3})), (3, (0.5, {1: 1.0, 3: 2.0})), (64, (0.75, {1: 1.0}))],
+)
+def test_an_adaptive_server_takes_the_costs_of_the_batch_size_nearest_to_its_own(
+    store: ArtifactStore, max_batch_size: int, costs: tuple[float, dict[int, float]]
+) -> None:
+    from distill.stages.serve_drafting import adaptive_draft_length, drafting_revisions
+
+    metrics = json.loads(json.dumps(TIMING))
+    metrics["timing"]["batches"] = [
+        {"batch_size": 4, "draft_cost_ratio": 0.5, "verify_cost_ratio": {"1": 1.0, "3": 2.0}},
+        {"batch_size": 16, "draft_cost_ratio": 0.75, "verify_cost_ratio": {"1": 1.0}},
+    ]
+    measured = stand_in(store, "measure", metrics=metrics)
+    policy = adaptive_draft_length(measured, None, max_batch_size=max_batch_size)
+    speed = policy.speed_model
+    assert (speed.draft_cost_ratio, dict(speed.verify_cost_ratio)) == costs
+    assert policy.max_draft_tokens == max(costs[1]) - 1
+    revisions = drafting_revisions("adaptive", None, measured, max_batch_size=max_batch_size)
+    assert json.loads(revisions["draft_length"])["draft_cost_ratio"] == costs[0]
+
+
+def test_measuring_other_costs_gives_an_adaptive_server_another_record(
+    config: ServeConfig, store: ArtifactStore, distilled: Artifact
+) -> None:
+    adaptive = config.model_copy(update={"draft_length": "adaptive"})
+    slower = json.loads(json.dumps(TIMING))
+    slower["timing"]["draft_costs"][0]["draft_cost_ratio"] = 0.5
+    keys = {
+        serve_key(one, store, inputs={"distill": distilled, "measure": measured}).fingerprint
+        for one in (config, adaptive)
+        for measured in (
+            stand_in(store, "measure", metrics=metrics, distilled=distilled, salt=salt)
+            for salt, metrics in (("a", TIMING), ("b", slower))
+        )
+    }
+    assert len(keys) == 4
+    names = {"distill": distilled.fingerprint, "measure": "0" * 64}
+    assert serve_key(adaptive, store, inputs=names).parts["revisions"]["num_draft_tokens"] == (
+        "unmeasured"
+    )
+
+
+def test_an_adaptive_server_without_measured_costs_is_refused(
+    config: ServeConfig, store: ArtifactStore, distilled: Artifact
+) -> None:
+    adaptive = config.model_copy(update={"draft_length": "adaptive"})
+    with pytest.raises(ConfigError, match="no measurement was given"):
+        serve(adaptive, store, inputs={"distill": distilled}, block=False)
+    untimed = stand_in(store, "measure", metrics={"timing": {}}, distilled=distilled)
+    with pytest.raises(ConfigError, match=r"timed nothing.*timing\.enabled"):
+        serve(adaptive, store, inputs={"distill": distilled, "measure": untimed}, block=False)
+
+
+def test_the_targets_first_layers_serve_without_any_artifact(
+    config: ServeConfig,
+    store: ArtifactStore,
+    tiny_tokenizer: Any,
+    started: Callable[..., openai.OpenAI],
+) -> None:
+    early = config.model_copy(update={"drafter": "early_exit", "num_layers": 3})
+    client = started(early, store)
+    answer = client.completions.create(model="target", prompt=PROMPT, max_tokens=60, temperature=0)
+    assert answer.choices[0].text == plain_text(config, tiny_tokenizer(PROMPT)["input_ids"], 60)
+    assert answer.model_extra is not None
+    assert answer.model_extra["distill"]["num_proposed"] > 0
+    artifact = store.find(serve_key(early, store, inputs={}))
+    assert artifact is not None
+    content = json.loads(artifact.file("serving.json").read_text(encoding="utf-8"))
+    assert content["drafter"] == {"name": "early_exit", "num_layers": 3}
+    assert (content["inputs"], content["num_draft_tokens"]) == ({}, 4)
+
+
+def test_more_layers_than_the_target_has_are_refused(
+    config: ServeConfig, store: ArtifactStore
+) -> None:
+    early = config.model_copy(update={"drafter": "early_exit", "num_layers": 9})
+    with pytest.raises(ConfigError, match="num_layers = 9, but the target has 4 layers"):
+        serve(early, store, inputs={}, block=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"drafter": "early_exit"}, "'early_exit' and num_layers None"),
+        ({"num_layers": 2}, "'causal_lm' and num_layers 2"),
+        (
+            {"drafter": "early_exit", "num_layers": 2, "draft_length": "adaptive"},
+            "'early_exit' and draft_length 'adaptive'",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(
+    config: ServeConfig, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValidationError, match=words):
+        ServeConfig(target=config.target, **settings)
+
+
 @pytest.mark.parametrize("key", ["", " \n", "schl\u00fcssel"])
 def test_a_key_that_no_client_could_send_is_refused_without_being_shown(
     key: str,
@@ -330,6 +473,16 @@ def test_inputs_of_another_pair_are_refused(
     measured = stand_in(store, "measure", distilled=other)
     with pytest.raises(ArtifactError, match=f"{other.fingerprint}.*{distilled.fingerprint}"):
         serve(config, store, inputs={"distill": distilled, "measure": measured}, block=False)
+
+
+def test_a_measurement_of_a_target_with_other_weights_is_refused(
+    config: ServeConfig, store: ArtifactStore, distilled: Artifact
+) -> None:
+    measured = stand_in(store, "measure", distilled=distilled)
+    smaller = config.target.model_copy(update={"quantize": "int8"})
+    inputs = {"distill": distilled, "measure": measured}
+    with pytest.raises(ArtifactError, match=r"quantize: int8, but .* \(measure\).*quantize: none"):
+        serve(config.model_copy(update={"target": smaller}), store, inputs=inputs, block=False)
 
 
 @pytest.mark.parametrize(

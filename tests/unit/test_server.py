@@ -22,6 +22,7 @@ import pytest
 from distill.errors import ContextLengthError, ServerError
 from distill.runtime.decode import DecodeRequest, DecodeResult, RowUpdate
 from distill.runtime.stats import DecodeStats
+from distill.runtime.text import TextStream
 from distill.server.app import create_app
 from distill.server.prompts import ServedPair
 from distill.server.running import RunningServer
@@ -33,7 +34,6 @@ from distill.server.scheduler import (
     Scheduler,
     ServerClosedError,
 )
-from distill.server.text import TextStream
 
 END = 256  # the id after the bytes
 TIMEOUT_S = 10.0
@@ -255,6 +255,16 @@ def test_a_completion_is_answered_with_usage_and_acceptance(serve: Serve) -> Non
     assert distill["acceptance_rate"] == distill["num_accepted"] / distill["num_tested"]
 
 
+def test_token_ids_come_with_a_whole_answer_when_asked_for(serve: Serve) -> None:
+    harness = serve()
+    choice = harness.complete("hello", extra_body={"return_token_ids": True}).choices[0]
+    assert choice.model_extra["prompt_token_ids"] == list(b"hello")
+    assert choice.model_extra["token_ids"] == [*EMOJI.encode(), END]
+    assert "token_ids" not in (harness.complete("hello").choices[0].model_extra or {})
+    with pytest.raises(openai.BadRequestError, match="return_token_ids needs stream=false"):
+        harness.complete("hello", stream=True, extra_body={"return_token_ids": True})
+
+
 def test_a_chat_answer_is_a_turn_of_the_assistant(serve: Serve) -> None:
     answer = serve().chat()
     assert answer.id.startswith("chatcmpl-")
@@ -473,6 +483,8 @@ def test_the_server_answers_while_a_prompt_is_tokenized_and_tokenizes_one_at_a_t
         ({"prompt": ""}, "prompt"),
         ({"prompt": [300]}, "prompt"),
         ({"logit_bias": {"999": 1}}, "logit_bias"),
+        ({"temperature": 1e-5}, "temperature"),
+        ({"extra_body": {"repetition_penalty": 200}}, "repetition_penalty"),
         ({"extra_body": {"num_draft_tokens": 3}}, "num_draft_tokens"),
     ],
 )

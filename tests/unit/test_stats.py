@@ -62,6 +62,20 @@ def test_plain_decoding_has_block_efficiency_one_and_no_acceptance_rate():
     assert stats.num_rounds == 0
 
 
+def test_rounds_without_drafts_count_as_calls_and_leave_every_acceptance_rate_alone():
+    """A row that goes on and off: K = 3, 0, 0, 2, 0."""
+    mixed = [(3, 1, 2), (0, 0, 1), (0, 0, 1), (2, 2, 3), (0, 0, 1)]
+    stats = DecodeStats.from_rounds(mixed)
+    drafted = DecodeStats.from_rounds([one for one in mixed if one[0]])
+    assert (stats.num_target_calls, stats.num_rounds, stats.num_emitted) == (5, 2, 8)
+    assert (drafted.num_target_calls, drafted.num_rounds, drafted.num_emitted) == (2, 2, 5)
+    assert stats.acceptance_rate == drafted.acceptance_rate == pytest.approx(3 / 4)
+    assert stats.draft_acceptance_rate == drafted.draft_acceptance_rate == pytest.approx(3 / 5)
+    assert stats.acceptance_by_position == drafted.acceptance_by_position
+    assert stats.accepted_length_histogram == (0, 1, 1, 0)
+    assert stats.block_efficiency == pytest.approx(8 / 5)
+
+
 def test_adding_two_ledgers_equals_the_ledger_of_all_rounds():
     one, other = [(4, 2, 3), (0, 0, 1)], [(6, 6, 7), (1, 1, 2)]
     merged = DecodeStats.from_rounds(one) + DecodeStats.from_rounds(other)

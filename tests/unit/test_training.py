@@ -34,14 +34,15 @@ from distill.training.config import (
 )
 from distill.training.data import (
     Row,
-    TargetStates,
+    TargetFiles,
     collate,
     pack_by_length,
     plan_epoch,
     plan_steps,
     read_rows,
 )
-from distill.training.loop import TrainingData, TrainingResult, train
+from distill.training.loop import train
+from distill.training.run import Followers, TrainingData, TrainingResult
 from distill.training.select import Best, HeldOut, HeldOutScore
 from distill.training.vocabulary import choose_vocabulary, read_vocabulary, write_vocabulary
 from tests.distill_helpers import make_generated
@@ -88,7 +89,7 @@ def _train(
     data = TrainingData(
         rows=read_rows(generated, "train", max_length=length),
         held_out_rows=read_rows(generated, "held_out", max_length=length),
-        states=TargetStates(generated),
+        source=TargetFiles(generated),
         token_ids_V=token_ids_V,
     )
     result = train(
@@ -97,7 +98,7 @@ def _train(
         data=data,
         config=config,
         work_dir=work_dir,
-        on_step=on_step,
+        followers=Followers() if on_step is None else Followers(on_step),
     )
     return draft.state_dict(), result
 
@@ -115,20 +116,20 @@ def test_a_position_and_its_target_state_are_of_the_same_prefix(
     target: LoadedModel, generated: Artifact
 ) -> None:
     rows = read_rows(generated, "train", max_length=512)[:5]
-    batch = collate(rows, TargetStates(generated))
+    batch = collate(rows, TargetFiles(generated))
     with torch.no_grad():
         hidden_BTD = target.model.base_model(input_ids=batch.input_ids_BT).last_hidden_state
     hidden_ND = hidden_BTD.flatten(0, 1)[batch.flat_positions_N]
     torch.testing.assert_close(
-        batch.target_hidden_ND, hidden_ND.to(torch.bfloat16), rtol=0.01, atol=0.01
+        batch.target.hidden_ND, hidden_ND.to(torch.bfloat16), rtol=0.01, atol=0.01
     )
     logsumexp_N = torch.logsumexp(head_of(target.model).logits(hidden_ND), -1)
-    torch.testing.assert_close(batch.target_logsumexp_N, logsumexp_N)
+    torch.testing.assert_close(batch.target.logsumexp_N, logsumexp_N)
 
 
 def test_prompt_positions_and_padding_carry_no_loss(generated: Artifact) -> None:
     rows = read_rows(generated, "train", max_length=512)
-    batch = collate(rows, TargetStates(generated))
+    batch = collate(rows, TargetFiles(generated))
     assert len(batch.flat_positions_N) == sum(row.num_positions for row in rows)
     width = batch.input_ids_BT.shape[1]
     for index, row in enumerate(rows):
@@ -166,7 +167,7 @@ def test_a_masked_token_does_not_train_and_nothing_after_the_last_trained_one_is
     )
     row = next(r for r in read_rows(artifact, "train", max_length=512) if r.row_id == "row-2")
     assert row.positions_N.tolist() == whole.positions_N[1:-1].tolist()
-    assert row.state_rows_N.tolist() == whole.state_rows_N[1:-1].tolist()
+    assert row.target_rows_N.tolist() == whole.target_rows_N[1:-1].tolist()
     assert row.length == whole.length - 1
 
 
@@ -179,20 +180,12 @@ def test_rows_are_cut_to_the_drafts_context_and_dropped_when_nothing_is_left(
     for row in rows:
         assert row.length <= 5
         kept = whole[row.row_id].positions_N < 5
-        assert row.state_rows_N.tolist() == whole[row.row_id].state_rows_N[kept].tolist()
+        assert row.target_rows_N.tolist() == whole[row.row_id].target_rows_N[kept].tolist()
 
 
 def test_a_corpus_whose_labels_are_all_cut_off_is_an_error(generated: Artifact) -> None:
     with pytest.raises(TrainingError, match=r"no position to train on.*context of 1"):
         read_rows(generated, "train", max_length=1)
-
-
-def test_answers_without_states_name_the_setting_to_change(
-    tmp_path: Path, tiny_pair_dirs: tuple[Path, Path]
-) -> None:
-    artifact = make_generated(ArtifactStore(tmp_path), tiny_pair_dirs[0], with_states=False)
-    with pytest.raises(ConfigError, match="target_store: final_hidden"):
-        read_rows(artifact, "train", max_length=512)
 
 
 def test_a_micro_batch_stays_within_its_padded_tokens_unless_one_row_is_longer() -> None:
@@ -336,7 +329,7 @@ def test_the_subsets_file_reads_back(tmp_path: Path, generated: Artifact) -> Non
 def _held_out(target: LoadedModel, generated: Artifact, ids_V: Tensor | None) -> HeldOut:
     return HeldOut(
         read_rows(generated, "held_out", max_length=512),
-        TargetStates(generated),
+        TargetFiles(generated),
         target_head=head_of(target.model),
         token_ids_V=ids_V,
         max_tokens=1000,
@@ -347,7 +340,7 @@ def _held_out(target: LoadedModel, generated: Artifact, ids_V: Tensor | None) ->
 
 def test_the_target_itself_is_always_accepted(target: LoadedModel, generated: Artifact) -> None:
     score = _held_out(target, generated, None).score(
-        lambda batch: batch.target_hidden_ND, head_of(target.model).to(torch.float32)
+        lambda batch: batch.target.hidden_ND, head_of(target.model).to(torch.float32)
     )
     assert score.acceptance == pytest.approx(1.0, abs=1e-5)
     assert score.greedy_agreement == 1.0
@@ -361,10 +354,10 @@ def test_what_the_subset_leaves_out_is_not_accepted(
     """A perfect draft on a subset: alpha = sum over the subset of min(p, p / mass) = its mass."""
     head, ids_V = head_of(target.model), torch.arange(0, 300, 3)
     score = _held_out(target, generated, ids_V).score(
-        lambda batch: batch.target_hidden_ND, head.subset(ids_V)
+        lambda batch: batch.target.hidden_ND, head.subset(ids_V)
     )
     rows = read_rows(generated, "held_out", max_length=512)
-    hidden_ND, _ = TargetStates(generated).of(rows)
+    hidden_ND = TargetFiles(generated).of(rows).hidden_ND
     probs_NV = torch.softmax(head.logits(hidden_ND.float()), -1)
     mass_N = probs_NV[:, ids_V].sum(-1)
     assert score.acceptance == pytest.approx(mass_N.mean().item(), abs=2e-2)
@@ -379,14 +372,14 @@ def test_a_held_out_budget_takes_whole_rows_and_at_least_one(
     sizes = {row.num_positions for row in rows}
     held_out = HeldOut(
         rows,
-        TargetStates(generated),
+        TargetFiles(generated),
         target_head=head_of(target.model),
         token_ids_V=None,
         max_tokens=1,
         micro_batch_tokens=64,
         seed=0,
     )
-    score = held_out.score(lambda batch: batch.target_hidden_ND, head_of(target.model))
+    score = held_out.score(lambda batch: batch.target.hidden_ND, head_of(target.model))
     assert score.num_positions in sizes
 
 
