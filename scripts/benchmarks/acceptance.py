@@ -15,7 +15,7 @@ import numpy as np
 
 from distill import ArtifactStore, distill_draft, generate, load_config, speculative_decode
 from distill.artifacts import Artifact
-from distill.errors import ConfigError, DistillError
+from distill.errors import ConfigError
 from distill.metrics import timing
 from distill.metrics.intervals import Estimate, estimate, ratio, ratio_difference
 from distill.models import LoadedModel, load_draft, load_target
@@ -319,14 +319,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; 2 for a mistake that the message explains."""
     options = parse(arguments)
-    try:
-        results = run(options)
-    except DistillError as error:
-        print(f"bench_acceptance: {error}", file=sys.stderr)
-        return 2
-    print(text(results))
-    measuring.write_json(options.json, results | {"goals": goals(results)})
-    return 0
+    return measuring.publish("bench_acceptance", lambda: run(options), text, goals, options.json)
 
 
 if __name__ == "__main__":

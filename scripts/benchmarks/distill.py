@@ -19,6 +19,7 @@ from distill.errors import ConfigError, DistillError
 from distill.initialization import initialize
 from distill.losses import LOSSES
 from distill.metrics import timing
+from distill.metrics.timing import Spread
 from distill.models import load_target
 from distill.target_store import knowledge_of
 from distill.training.config import TrainingConfig
@@ -220,11 +221,10 @@ def text(report: Mapping[str, Any]) -> str:
 
 
 def _table_row(row: Mapping[str, Any]) -> list[str]:
-    rate = row["tokens_per_s"]
     return [
         row["system"].partition(" @")[0],
         row["store"],
-        f"{rate['median']:.1f} [{rate['minimum']:.1f}, {rate['maximum']:.1f}]",
+        measuring.with_range(Spread(**row["tokens_per_s"])),
         number(row["with_scoring_tokens_per_s"], 1),
         megabytes(row["peak_bytes"]),
         number(row["ratio"]),

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from distill import load_config
-from distill.errors import ConfigError, DistillError
+from distill.errors import ConfigError
 from distill.metrics import timing
+from distill.metrics.timing import Spread
 from distill.models import LoadedModel, load_target
 from scripts.benchmarks import measuring
 from scripts.benchmarks.measuring import Sample, megabytes, number, table
@@ -239,7 +240,6 @@ def text(report: Mapping[str, Any]) -> str:
 
 
 def _table_row(row: Mapping[str, Any]) -> list[str]:
-    rate = row["tokens_per_s"]
     waste = row["padding_waste"]
     return [
         row["system"],
@@ -247,7 +247,7 @@ def _table_row(row: Mapping[str, Any]) -> list[str]:
         str(row["new_tokens"]),
         str(row["num_answers"]),
         number(row["mean_length"], 1),
-        f"{rate['median']:.1f} [{rate['minimum']:.1f}, {rate['maximum']:.1f}]",
+        measuring.with_range(Spread(**row["tokens_per_s"])),
         number(row["overall_tokens_per_s"], 1),
         "-" if waste is None else f"{100 * waste:.1f}%",
         megabytes(row["peak_bytes"]),
@@ -309,14 +309,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; 2 for a mistake that the message explains."""
     options = parse(arguments)
-    try:
-        results = run(options)
-    except DistillError as error:
-        print(f"bench_generate: {error}", file=sys.stderr)
-        return 2
-    print(text(results))
-    measuring.write_json(options.json, results | {"goals": goals(results)})
-    return 0
+    return measuring.publish("bench_generate", lambda: run(options), text, goals, options.json)
 
 
 if __name__ == "__main__":

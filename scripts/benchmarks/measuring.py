@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from distill.corpus.prompts import hash_fraction
-from distill.errors import ConfigError
+from distill.errors import ConfigError, DistillError
 from distill.metrics.timing import Clock, Spread, spread
 from distill.runtime.requests import prompt_token_ids
 from distill.runtime.stats import DecodeStats
@@ -255,6 +255,24 @@ def write_json(path: Path | None, report: Mapping[str, Any]) -> None:
     """Write everything that was measured, where a path was given."""
     if path is not None:
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def publish(
+    name: str,
+    measure: Callable[[], Mapping[str, Any]],
+    text: Callable[[Mapping[str, Any]], str],
+    goals: Callable[[Mapping[str, Any]], Any],
+    path: Path | None,
+) -> int:
+    """Measure, print, write with the goals; exit status 2 for a mistake the message explains."""
+    try:
+        results = measure()
+    except DistillError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    print(text(results))
+    write_json(path, {**results, "goals": goals(results)})
+    return 0
 
 
 def positive(text: str) -> int:

@@ -17,7 +17,7 @@ import torch
 
 from distill import load_config
 from distill.artifacts import ArtifactStore
-from distill.errors import ConfigError, DistillError
+from distill.errors import ConfigError
 from distill.metrics import timing
 from distill.models import ModelConfig, pick_device
 from distill.models.sources import fetch_package_file, parse_reference
@@ -160,8 +160,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def _int8_pair(target_config: ModelConfig, pair: Pair) -> Pair:
     from distill.models import load_target
 
-    if "quantize" not in ModelConfig.model_fields:
-        raise ConfigError("--int8: this version holds no model in int8; leave the option out")
     target = load_target(target_config.model_copy(update={"quantize": "int8"}))
     return Pair(target, pair.draft, pair.vocabulary_token_ids)
 
@@ -190,14 +188,9 @@ def _llama_cpp(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; 2 for a mistake that the message explains."""
     options = parse(arguments)
-    try:
-        results = run(options)
-    except DistillError as error:
-        print(f"bench_runtime: {error}", file=sys.stderr)
-        return 2
-    print(report.runtime_text(results))
-    measuring.write_json(options.json, results | {"goals": report.goals(results)})
-    return 0
+    return measuring.publish(
+        "bench_runtime", lambda: run(options), report.runtime_text, report.goals, options.json
+    )
 
 
 if __name__ == "__main__":

@@ -118,8 +118,8 @@ class OursGenerate:
             yield
 
 
-class TransformersGenerate:
-    """``generate`` on left-padded batches of prompts sorted by length."""
+class _TurnByTurn:
+    """A system that answers the prompts of each turn by themselves."""
 
     def __init__(
         self,
@@ -133,6 +133,10 @@ class TransformersGenerate:
         self.work = Work()
         self._target, self._batch_size, self._new_tokens = target, batch_size, new_tokens
         self._turns = turns_of(prompts, num_turns)
+
+
+class TransformersGenerate(_TurnByTurn):
+    """``generate`` on left-padded batches of prompts sorted by length."""
 
     @torch.inference_mode()
     def run(self, turn: int) -> Run:
@@ -159,21 +163,8 @@ class TransformersGenerate:
         return Run(self.work.num_tokens - before)
 
 
-class TransformersGenerateBatch:
+class TransformersGenerateBatch(_TurnByTurn):
     """``generate_batch``, transformers' continuous batching, with a token budget of its own."""
-
-    def __init__(
-        self,
-        target: LoadedModel,
-        prompts: Sequence[Sequence[int]],
-        *,
-        batch_size: int,
-        new_tokens: int,
-        num_turns: int,
-    ) -> None:
-        self.work = Work()
-        self._target, self._batch_size, self._new_tokens = target, batch_size, new_tokens
-        self._turns = turns_of(prompts, num_turns)
 
     def run(self, turn: int) -> Run:
         """Answer the turn's prompts in one call."""
