@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from distill import cli
+from distill import cli, load_config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -73,6 +73,13 @@ def test_the_readme_s_single_stages_and_its_runtime_alone_run(
     exec(compile(stages.replace(CONFIG, str(tiny_run_config)), "README.md", "exec"), names)
     exec(compile(runtime, "README.md", "exec"), names)
     assert len(names["answers"][0].token_ids) <= 8
+
+
+def test_the_readme_s_client_asks_for_the_model_that_the_quickstart_serves() -> None:
+    (client,) = [block for block in blocks("python") if "OpenAI(" in block]
+    asked = re.search(r'model="([^"]+)"', client)
+    assert asked is not None
+    assert load_config(ROOT / CONFIG).serve.model_id == asked[1]
 
 
 def test_the_readme_s_client_streams_from_a_served_pair(
