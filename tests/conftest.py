@@ -53,6 +53,17 @@ def _no_network() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """One thread for a module's computations: its forked children, which have one, round alike."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> Any:
     """Byte-level BPE, about 300 tokens, ChatML template, <|im_end|> as eos and pad."""

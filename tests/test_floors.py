@@ -217,6 +217,18 @@ def test_files_and_functions_hold_one_idea() -> None:
     assert long_files + long_functions == []
 
 
+def test_only_the_fork_helpers_fork_a_process_that_has_computed() -> None:
+    """A child whose parent's OpenMP threads are gone hangs at its first parallel product."""
+    # these two run in fresh processes, which fork before they compute anything
+    fresh = {"test_artifact_faults.py", "test_distill_kill.py"}
+    callers = {
+        path.name
+        for path in (REPOSITORY / "tests").rglob("*.py")
+        if "os.fork" + "(" in path.read_text(encoding="utf-8")
+    }
+    assert callers == {"fork_helpers.py"} | fresh
+
+
 def test_no_bare_except() -> None:
     wrong = [
         where(module, node.lineno)

@@ -5,7 +5,6 @@ Refuses to know files and stages: those kills are in test_distill_kill.py.
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 from collections.abc import Callable
@@ -21,7 +20,10 @@ from distill.training import loop
 from distill.training.checkpoint import saved_step
 from distill.training.run import Followers
 from tests.distill_helpers import make_generated
+from tests.fork_helpers import kill_self, run_forked
 from tests.training_helpers import make_draft, train_draft, training_config
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_KILLS = 10
 # about three micro-batches a step and two steps and a half an epoch, so few kills hit a boundary
@@ -122,17 +124,13 @@ def test_a_process_killed_in_an_accumulation_leaves_a_state_that_resumes_to_the_
     whole, expected = train_draft(target, generated, CONFIG, tmp_path / "whole")
     work = tmp_path / "killed"
     for place in (20, 7):
-        child = os.fork()
-        if child == 0:
+
+        def body(place: int = place) -> None:
             with pytest.MonkeyPatch.context() as patch:
-                _call_each_micro_batch(
-                    patch, lambda n, p=place: n < p or os.kill(os.getpid(), signal.SIGKILL)
-                )
+                _call_each_micro_batch(patch, lambda n: n < place or kill_self())
                 train_draft(target, generated, CONFIG, work)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status)
-        assert os.WTERMSIG(status) == signal.SIGKILL
+
+        assert run_forked(body) == -signal.SIGKILL
     assert saved_step(work)
     resumed, result = train_draft(target, generated, CONFIG, work)
     assert result.log == expected.log

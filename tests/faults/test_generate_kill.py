@@ -1,38 +1,32 @@
 """Generate killed at every step it takes on disk, then run again: the same payload, byte for byte.
 
 The child is forked, so it starts where this process is, and dies by SIGKILL: no handler, no
-cleanup. One thread only, because a forked child must not wait for threads it does not have.
+cleanup.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from distill.artifacts import Artifact, ArtifactStore
 from distill.corpus import CorpusConfig
 from distill.models import ModelConfig
 from distill.sampling import SamplingConfig
 from distill.stages.generate import GenerateConfig, generate, generate_key
+from tests.fork_helpers import kill_self, run_forked
 from tests.helpers import make_corpus_rows, write_jsonl
 
 # Two chunks: states and rows of each, the rejected, two tables, the manifest, the final name.
 NUM_STEPS = 9
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -64,19 +58,13 @@ def hashes_of(artifact: Artifact) -> dict[str, str]:
 
 
 def run_and_die(config: GenerateConfig, root: Path, step: int) -> int:
-    """Generate in a child that kills itself just before its ``step``-th rename; its signal."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        try:
-            signal.alarm(60)
-            die_before_rename(step)
-            generate(config, ArtifactStore(root))
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    """Generate in a child that kills itself just before its ``step``-th rename; its exit code."""
+
+    def body() -> None:
+        die_before_rename(step)
+        generate(config, ArtifactStore(root))
+
+    return run_forked(body)
 
 
 def die_before_rename(step: int) -> None:
@@ -88,7 +76,7 @@ def die_before_rename(step: int) -> None:
             nonlocal done
             done += 1
             if done == step:
-                os.kill(os.getpid(), signal.SIGKILL)
+                kill_self()
             return rename(*args, **kwargs)
 
         return call
@@ -101,7 +89,7 @@ def test_a_kill_at_any_step_changes_no_byte(
     step: int, config: GenerateConfig, expected: dict[str, str], tmp_path: Path
 ) -> None:
     store = ArtifactStore(tmp_path)
-    assert run_and_die(config, tmp_path, step) == signal.SIGKILL
+    assert run_and_die(config, tmp_path, step) == -signal.SIGKILL
     assert store.find(generate_key(config, store)) is None
     resumed = generate(config, store)
     assert hashes_of(resumed) == expected
@@ -124,7 +112,7 @@ def test_killed_again_and_again_it_still_arrives_at_the_same_bytes(
     config: GenerateConfig, expected: dict[str, str], tmp_path: Path
 ) -> None:
     for step in (2, 1, 2, 3):
-        assert run_and_die(config, tmp_path, step) == signal.SIGKILL
+        assert run_and_die(config, tmp_path, step) == -signal.SIGKILL
     assert hashes_of(generate(config, ArtifactStore(tmp_path))) == expected
 
 
@@ -133,7 +121,7 @@ def test_half_written_files_of_a_killed_run_are_overwritten(
 ) -> None:
     store = ArtifactStore(tmp_path)
     partial = store.partial_dir(generate_key(config, store))
-    assert run_and_die(config, tmp_path, 2) == signal.SIGKILL  # states are there, rows are not
+    assert run_and_die(config, tmp_path, 2) == -signal.SIGKILL  # states are there, rows are not
     states = partial / "hidden-00000.safetensors"
     states.write_bytes(states.read_bytes()[:100])
     (unfinished,) = (partial / "work").iterdir()

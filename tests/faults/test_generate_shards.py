@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import time
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,11 @@ from distill.stages import generate as stage
 from distill.stages.generate import GenerateConfig, generate, generate_key
 from distill.stages.generate_plan import Shard, shard_of
 from distill.stages.generate_resume import find_stored_answers
+from tests.fork_helpers import exit_code, start_forked
 from tests.generate_helpers import hashes_of, rows_of, scripted_config, use_script
 from tests.helpers import make_corpus_rows, make_tokenizer, write_jsonl
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -141,46 +143,25 @@ def test_shards_of_two_machines_are_copied_into_one_folder(
 def test_ranks_of_torchrun_share_the_chunks(
     config: GenerateConfig, expected: dict[str, str], tmp_path: Path
 ) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a forked child must not wait for threads it does not have
-    children = []
-    for rank in ("0", "1"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                os.environ.update(RANK=rank, WORLD_SIZE="2", LOCAL_RANK=rank)
-                artifact = generate(config, ArtifactStore(tmp_path))
-                status = 0 if hashes_of(artifact) == expected else 2
-            finally:
-                os._exit(status)
-        children.append(child)
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
-    torch.set_num_threads(threads)
+    def check(artifact: Artifact) -> None:
+        assert hashes_of(artifact) == expected
+
+    assert run_ranks(config, tmp_path, check) == [0, 0]
     logs = sorted(path.name.partition("-shard-")[2] for path in (tmp_path / "logs").iterdir())
     assert logs == ["1-of-2.jsonl", "2-of-2.jsonl"]
 
 
-def run_ranks(config: GenerateConfig, root: Path) -> list[int]:
+def run_ranks(
+    config: GenerateConfig, root: Path, check: Callable[[Artifact], None] = lambda artifact: None
+) -> list[int]:
     """The exit codes of two ranks on one folder."""
-    children = []
-    for rank in ("0", "1"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                signal.alarm(30)  # a rank whose other died would wait for ever
-                os.environ.update(RANK=rank, WORLD_SIZE="2", LOCAL_RANK=rank)
-                generate(config, ArtifactStore(root))
-                status = 0
-            finally:
-                os._exit(status)
-        children.append(child)
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+    def body(rank: str) -> None:
+        os.environ.update(RANK=rank, WORLD_SIZE="2", LOCAL_RANK=rank)
+        check(generate(config, ArtifactStore(root)))
+
+    children = [start_forked(lambda rank=rank: body(rank)) for rank in ("0", "1")]
+    return [exit_code(child) for child in children]
 
 
 OPENING = "<|im_start|>user\n"

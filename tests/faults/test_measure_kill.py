@@ -1,25 +1,22 @@
 """Owns the proof that a killed measurement goes on where it was and ends in the same bytes.
 
 Refuses to wait: the child is forked, so it starts where this process is, and dies by SIGKILL just
-before a unit gets its name. One thread only: a forked child must not wait for threads it lacks.
+before a unit gets its name.
 """
 
 from __future__ import annotations
 
-import os
 import signal
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from distill import files
 from distill.artifacts import Artifact, ArtifactStore
 from distill.stages import measure_units
 from distill.stages.measure import MeasureConfig, measure_acceptance, measure_key
 from tests import measure_helpers as given
+from tests.fork_helpers import kill_self, run_forked
 
 # Two temperatures, each with one teacher-forced and two decoding units of two prompts, for three
 # prompts in chunks of two: 2 * (1 + 2) * 2. The answers come from generate. Self-tests at both
@@ -27,12 +24,7 @@ from tests import measure_helpers as given
 NUM_UNITS = 12 + 2 + 2
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -64,30 +56,24 @@ def expected(
 def run_and_die(
     config: MeasureConfig, inputs: dict[str, Artifact], root: Path, num_finished: int
 ) -> int:
-    """Measure in a child that kills itself when it would write one unit more; its signal."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        try:
-            signal.alarm(60)
-            written = 0
-            write = files.atomic_write
+    """Measure in a child that kills itself when it would write one unit more; its exit code."""
 
-            def write_or_die(path: Path, data: bytes | str) -> None:
-                nonlocal written
-                if written == num_finished:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                written += 1
-                write(path, data)
+    def body() -> None:
+        written = 0
+        write = files.atomic_write
 
-            # The name the units look up; the payload's own files are written after the last unit.
-            vars(measure_units)["atomic_write"] = write_or_die
-            measure_acceptance(config, ArtifactStore(root), inputs=inputs)
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        def write_or_die(path: Path, data: bytes | str) -> None:
+            nonlocal written
+            if written == num_finished:
+                kill_self()
+            written += 1
+            write(path, data)
+
+        # The name the units look up; the payload's own files are written after the last unit.
+        vars(measure_units)["atomic_write"] = write_or_die
+        measure_acceptance(config, ArtifactStore(root), inputs=inputs)
+
+    return run_forked(body)
 
 
 @pytest.mark.parametrize("num_finished", [0, 1, 5, NUM_UNITS - 1])
@@ -98,7 +84,7 @@ def test_a_killed_measurement_resumes_to_the_same_bytes(
     tmp_path: Path,
     num_finished: int,
 ) -> None:
-    assert run_and_die(config, inputs, tmp_path, num_finished) == signal.SIGKILL
+    assert run_and_die(config, inputs, tmp_path, num_finished) == -signal.SIGKILL
     store = ArtifactStore(tmp_path)
     key = measure_key(config, store, inputs=inputs)
     assert store.find(key) is None
