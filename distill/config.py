@@ -8,9 +8,9 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar
 
 import pydantic
 import yaml
@@ -18,9 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, ValidationInfo
 
+from distill.config_mistakes import explain
 from distill.errors import ConfigError
-
-_SHOWN_VALUE_CHARS = 120
 
 
 class Config(pydantic.BaseModel):
@@ -70,6 +69,8 @@ ConfigPath = Annotated[Path, AfterValidator(_resolve_path)]
 
 def read_config(path: Path | str, schema: type[C], overrides: Sequence[str] = ()) -> C:
     """Read a YAML file into ``schema``; ``overrides`` ("a.b=c") win over the file.
+
+    An override puts its value where the key is: a section or a list there is replaced whole.
 
     Raises:
         ConfigError: no such file, a YAML syntax error (with file and line), an unknown or
@@ -164,7 +165,7 @@ def _build(
     try:
         return schema.model_validate(data, context={"base_dir": base_dir})
     except pydantic.ValidationError as error:
-        problems = [_explain(problem, schema, overrides) for problem in error.errors()]
+        problems = explain(error, schema, overrides)
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise ConfigError(f"{source}: {len(problems)} invalid setting(s)\n{listed}") from error
 
@@ -179,75 +180,9 @@ def _apply_override(tree: DictConfig, override: str) -> None:
         parsed = OmegaConf.from_dotlist([f"value={override.partition('=')[2]}"])
         value = OmegaConf.to_container(parsed, resolve=False)
         assert isinstance(value, dict)
-        OmegaConf.update(tree, key, value["value"], merge=True)
+        OmegaConf.update(tree, key, value["value"], merge=False)
     except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError) as error:
         raise ConfigError(f"--set {override!r}: {_first_line(error)}") from error
-
-
-def _override_path(override: str) -> str:
-    """The dotted path an override sets: "phases[0].name=x" -> "phases.0.name"."""
-    return re.sub(r"\[(\w+)\]", r".\1", override.partition("=")[0].strip())
-
-
-def _explain(problem: Any, schema: type[Config], overrides: Sequence[str]) -> str:
-    """One line for one pydantic problem: dotted path, what was found, the way out."""
-    location: tuple[str | int, ...] = problem["loc"]
-    path = _dotted(location)
-    given_by = [item for item in overrides if _override_path(item) == path]
-    suffix = f" (from --set {given_by[-1]})" if given_by else ""
-    if problem["type"] == "extra_forbidden":
-        return f"{path}: unknown setting.{_suggestion(schema, location)}{suffix}"
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    if problem["type"] == "missing":
-        return f"{path}: required, but not set{suffix}"
-    where = f"{path}: " if path else ""
-    found = repr(problem["input"])
-    if isinstance(problem["input"], Mapping) or len(found) > _SHOWN_VALUE_CHARS:
-        return f"{where}{message}{suffix}"  # a whole section in the message would hide the point
-    return f"{where}{message} (got {found}){suffix}"
-
-
-def _suggestion(schema: type[Config], location: tuple[str | int, ...]) -> str:
-    """The nearest known name beside the unknown key, else where else the name is a setting."""
-    key = str(location[-1])
-    parents = _schemas_at(schema, location[:-1])
-    known = sorted({name for parent in parents for name in parent.model_fields})
-    near = difflib.get_close_matches(key, known, n=1)
-    if near:
-        return f" Did you mean {_dotted((*location[:-1], near[0]))!r}?"
-    elsewhere = [path for path in _setting_paths(schema) if path.split(".")[-1] == key]
-    if elsewhere:
-        return f" Did you mean {elsewhere[0]!r}?"
-    return f" Known here: {', '.join(known)}."
-
-
-def _schemas_at(schema: type[Config], location: tuple[str | int, ...]) -> list[type[Config]]:
-    """Settings models that may stand at a location; union tags in it name no field: skipped."""
-    current = [schema]
-    for part in location:
-        fields = [m.model_fields[part] for m in current if part in m.model_fields]
-        if fields:
-            current = [found for field in fields for found in _schemas_in(field.annotation)]
-    return current
-
-
-def _schemas_in(annotation: Any) -> Iterator[type[Config]]:
-    """Every settings model named inside a type such as ``tuple[Phase, ...] | None``."""
-    if isinstance(annotation, type) and issubclass(annotation, Config):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _schemas_in(argument)
-
-
-def _setting_paths(schema: type[Config], prefix: str = "") -> Iterator[str]:
-    for name, field in schema.model_fields.items():
-        yield f"{prefix}{name}"
-        for nested in _schemas_in(field.annotation):
-            yield from _setting_paths(nested, f"{prefix}{name}.")
-
-
-def _dotted(location: tuple[str | int, ...]) -> str:
-    return ".".join(str(part) for part in location)
 
 
 def _jsonable(config: Config, *, drop_excluded: bool) -> Any:

@@ -11,19 +11,19 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill.artifacts import Artifact, ArtifactKey, ArtifactStore
+from distill.bundle import BUNDLE, CARD, files_of, refuse_misleading, write_manifest
 from distill.config import Config, setting
 from distill.draft_tokens import NONE_HELPS, depth_revision, resolve_num_draft_tokens
 from distill.errors import ExportError
-from distill.lineage import check_lineage, fingerprints_of
+from distill.lineage import check_lineage, check_same_quantization, fingerprints_of
+from distill.metrics.sentences import ENOUGH_PROMPTS, few_prompts
 from distill.models import (
     LoadedModel,
     ModelConfig,
@@ -34,9 +34,9 @@ from distill.models import (
     read_shape,
     resolve_model,
     save_model,
+    write_vocabulary,
 )
 from distill.models.sources import LICENSE_FILE_PATTERNS, parse_reference
-from distill.training.vocabulary import read_vocabulary, write_vocabulary
 from distill.vocab import PairReport, check_pair
 
 if TYPE_CHECKING:
@@ -44,15 +44,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CODE_VERSION = 1
-BUNDLE = "draft"
+CODE_VERSION = 2
 
-_MANIFEST = "draft_manifest.json"
 _SCHEMA_VERSION = 1
 _WEIGHTS = "model.safetensors"
-# vLLM takes a draft for another kind of model when its path holds one of these, whatever its
-# launch line says.
-_MISLEADING_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
 
 
 class ExportConfig(Config):
@@ -100,7 +95,8 @@ def export_draft(
     "measure".
 
     Raises:
-        ArtifactError: an input was made with another target, or "measure" with another draft.
+        ArtifactError: an input was made with another target, or "measure" with another draft, or
+            with the target's weights held in another way.
         ExportError: the name would mislead a runtime, or the bundle isn't the trained draft.
         PairMismatchError: the draft doesn't belong to the target.
     """
@@ -113,38 +109,14 @@ def export_draft(
     key = export_key(config, store, inputs=inputs)
     revision = key.parts["revisions"]["target"]
     check_lineage(inputs, reference=config.target.model, revision=revision)
-    _refuse_misleading(config.name, "the draft's name")
-    _refuse_misleading(store.path(key), "the path of the bundle")
+    if "measure" in inputs:  # the card tells its numbers, and how many tokens to draft
+        quantize = config.target.quantize
+        check_same_quantization(inputs["measure"], name="measure", quantize=quantize)
+    refuse_misleading(config.name, "the draft's name")
+    refuse_misleading(store.path(key), "the path of the bundle")
     return store.get_or_build(
         key, lambda directory: _build(config, inputs, directory / BUNDLE), rebuild=rebuild
     )
-
-
-def copy_bundle(artifact: Artifact, output: Path) -> Path:
-    """Copy a bundle to `output`, whole or not at all; returns its absolute path.
-
-    Raises ExportError when something is there already, or when the path would mislead a runtime.
-    """
-    bundle = artifact.expect("export").file(BUNDLE)
-    output = Path(os.path.abspath(output.expanduser()))
-    _refuse_misleading(output, "the path of the bundle")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ExportError(f"{output} exists already. Remove it, or give another directory.")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".bundle-") as scratch:
-        copied = Path(scratch) / "bundle"
-        shutil.copytree(bundle, copied)
-        copied.replace(output)  # takes the place of an empty directory as well
-    return output
-
-
-def _refuse_misleading(name: str | Path, what: str) -> None:
-    found = [word for word in _MISLEADING_NAMES if word in str(name).lower()]
-    if found:
-        raise ExportError(
-            f"{what[0].upper()}{what[1:]}, {str(name)!r}, holds {found[0]!r}: vLLM would load the "
-            f"draft as that method, whatever the launch line says. Choose another name."
-        )
 
 
 def _build(config: ExportConfig, inputs: Mapping[str, Artifact], bundle: Path) -> dict[str, Any]:
@@ -165,7 +137,8 @@ def _build(config: ExportConfig, inputs: Mapping[str, Artifact], bundle: Path) -
     save_model(draft.model, tokenizer, bundle)
     if config.include_tied_head:
         _store_tied_weights(draft, bundle / _WEIGHTS)
-    num_subset = _copy_vocabulary(distill, bundle)
+    if draft.vocabulary is not None:
+        write_vocabulary(bundle, draft.vocabulary)
     license_files = _copy_licenses(target.path, bundle)
     _check_reload(draft, bundle, is_tied_head_stored=config.include_tied_head)
     contract = {
@@ -179,7 +152,7 @@ def _build(config: ExportConfig, inputs: Mapping[str, Artifact], bundle: Path) -
             **_tokenizer_contract(tokenizer, pair),
         },
         "draft": _draft_facts(draft),
-        "vocabulary_subset_size": num_subset,
+        "vocabulary_subset_size": draft.vocabulary and len(draft.vocabulary.token_ids),
         "num_draft_tokens": num_draft_tokens,
         "lineage": {name: artifact.fingerprint for name, artifact in sorted(inputs.items())},
         "license": config.license,
@@ -188,10 +161,9 @@ def _build(config: ExportConfig, inputs: Mapping[str, Artifact], bundle: Path) -
     }
     is_hub_target = parse_reference(config.target.model).kind == "hub"
     card = _model_card(contract, _acceptance(measure), tuple(notes), is_hub_target)
-    (bundle / "README.md").write_text(card, encoding="utf-8")
-    contract["files"] = _hashes(bundle)
-    _write_json(bundle / _MANIFEST, contract)
-    size = sum(path.stat().st_size for path in _files(bundle))
+    (bundle / CARD).write_text(card, encoding="utf-8")
+    write_manifest(bundle, contract)
+    size = sum(path.stat().st_size for path in files_of(bundle))
     return {"num_draft_tokens": num_draft_tokens, "size_bytes": size, "notes": notes}
 
 
@@ -263,6 +235,11 @@ def _check_reload(draft: LoadedModel, bundle: Path, *, is_tied_head_stored: bool
         missing = sorted(reloaded.model.state_dict().keys() - set(file.keys()))
     if missing and is_tied_head_stored:
         raise ExportError(f"{bundle / _WEIGHTS} lacks {', '.join(missing)}; this is a bug of ours.")
+    if reloaded.vocabulary != draft.vocabulary:
+        raise ExportError(
+            f"The draft loaded back from {bundle} may not propose the tokens the trained one may; "
+            "this is a bug of ours."
+        )
     num_probed = min(16, draft.shape.vocab_size)
     probe_BT = torch.linspace(0, draft.shape.vocab_size - 1, num_probed).long().unsqueeze(0)
     with torch.inference_mode():
@@ -274,15 +251,6 @@ def _check_reload(draft: LoadedModel, bundle: Path, *, is_tied_head_stored: bool
             f"The draft loaded back from {bundle} isn't the trained one: its logits differ by up "
             f"to {gap:.3g}. Don't ship it; run the stage again with a healthy disk."
         )
-
-
-def _copy_vocabulary(distill: Artifact, bundle: Path) -> int | None:
-    """Copy the draft's vocabulary subset, when it has one; returns its size."""
-    vocabulary = read_vocabulary(distill)
-    if vocabulary is None:
-        return None
-    write_vocabulary(bundle, vocabulary)
-    return len(vocabulary.token_ids)
 
 
 def _copy_licenses(source: Path, bundle: Path) -> list[str]:
@@ -361,6 +329,7 @@ def _model_card(
         **contract,
         front_matter=front_matter.to_yaml().strip(),
         acceptance=acceptance,
+        enough=ENOUGH_PROMPTS,
         notes=notes,
         target_argument=target.partition("@")[0] if is_hub_target else "TARGET",
         draft_argument="path/to/this/directory",
@@ -371,25 +340,9 @@ def _estimate(value: Mapping[str, Any]) -> str:
     """An estimate with its interval, as the card shows it."""
     if value["value"] is None:
         return "–"
-    interval = "" if value["low"] is None else f" ({value['low']:.2f} to {value['high']:.2f})"
-    return f"{value['value']:.2f}{interval}"
-
-
-def _hashes(bundle: Path) -> list[dict[str, Any]]:
-    entries = []
-    for path in _files(bundle):
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        name = path.relative_to(bundle).as_posix()
-        entries.append({"path": name, "bytes": path.stat().st_size, "sha256": digest})
-    return entries
-
-
-def _files(bundle: Path) -> list[Path]:
-    """Every file, also in sub-folders: a tokenizer keeps its further chat templates in one."""
-    return sorted(path for path in bundle.rglob("*") if path.is_file())
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    if value["low"] is None:
+        return f"{value['value']:.2f}"
+    interval = f"{value['low']:.2f} to {value['high']:.2f}"
+    if few_prompts(value["num_prompts"]) is not None:
+        interval += f"; fewer than {ENOUGH_PROMPTS} prompts"
+    return f"{value['value']:.2f} ({interval})"

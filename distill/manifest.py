@@ -8,10 +8,11 @@ import hashlib
 import json
 import logging
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 from distill.errors import (
     ArtifactCorruptError,
@@ -28,6 +29,8 @@ MANIFEST_NAME = "manifest.json"
 
 _MAX_LISTED = 6
 _MAX_VALUE_CHARS = 48
+# Folders that the store makes: only these may a message tell a user to delete.
+_OURS = re.compile(r"[0-9a-f]{12}|[0-9a-f]{64}\.(partial|retired)")
 
 
 @dataclass(frozen=True)
@@ -157,13 +160,13 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST_NAME
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
     except (FileNotFoundError, NotADirectoryError):
         raise ArtifactMissingError(
             f"{directory} has no {MANIFEST_NAME}, so it is not a finished artifact. "
-            f"Delete it, or rebuild it with --rerun and the name of its stage."
+            f"{way_out(directory)}"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of the text's encoding, and of its depth
         raise ArtifactCorruptError(f"{path} is not JSON ({error}). {way_out(directory)}") from error
     version = content.get("schema_version") if isinstance(content, dict) else None
     if version != SCHEMA_VERSION:
@@ -171,14 +174,30 @@ def read_manifest(directory: Path) -> Manifest:
             f"{path} has schema version {version}, this version of distill reads "
             f"{SCHEMA_VERSION}. Use the version that wrote it, or: {way_out(directory)}"
         )
-    names = {field.name for field in fields(Manifest)}
-    if set(content) != names:
-        odd = ", ".join(sorted(names ^ set(content)))
-        raise ArtifactCorruptError(
-            f"{path}: these entries are missing or unknown: {odd}. {way_out(directory)}"
-        )
-    content["files"] = [FileEntry(**entry) for entry in content["files"]]
-    return Manifest(**content)
+    if fault := _fault(Manifest, content):
+        raise ArtifactCorruptError(f"{path}: {fault}. {way_out(directory)}")
+    for entry in content["files"]:
+        if fault := _fault(FileEntry, entry):
+            raise ArtifactCorruptError(f"{path}: in files: {fault}. {way_out(directory)}")
+    return Manifest(**(content | {"files": [FileEntry(**entry) for entry in content["files"]]}))
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
+
+
+def _fault(kind: type, content: Any) -> str | None:
+    """What keeps a JSON value from being the fields of a dataclass; None: nothing does."""
+    if not isinstance(content, dict):
+        return f"{content!r} is no table"
+    hints = get_type_hints(kind)
+    if odd := sorted(hints.keys() ^ content.keys()):
+        return f"these entries are missing or unknown: {', '.join(odd)}"
+    for name, hint in hints.items():
+        wanted, found = get_origin(hint) or hint, type(content[name])
+        if found is not wanted:
+            return f"{name} is a {found.__name__}, not a {wanted.__name__}"
+    return None
 
 
 def verify(artifact: Artifact) -> None:
@@ -208,8 +227,33 @@ def verify(artifact: Artifact) -> None:
 
 
 def way_out(directory: Path) -> str:
-    """What to do about an unusable artifact; its folder is named after its stage."""
-    return f"Delete {directory}, or build it again (distill run --rerun {directory.parent.name})."
+    """What to do about an unusable artifact; the folder it lies in is named after its stage.
+
+    A folder without the name of one holds somebody's own files: it is never said to be deleted.
+    """
+    if _OURS.fullmatch(directory.name) is None:
+        return (
+            "Give the folder of an artifact, STAGE/FINGERPRINT under the artifacts folder (12 "
+            "hexadecimal digits)."
+        )
+    stage = directory.parent.name
+    # `measure` knows a run's file and a pair's, which `run` does not take
+    again = "measure CONFIG --rerun" if stage == "measure" else f"run CONFIG --rerun {stage}"
+    return f"Delete {directory}, or build it again (distill {again})."
+
+
+def neighbour(artifact: Artifact, stage: str, fingerprint: str) -> Manifest | None:
+    """The manifest of another artifact in the same store; None where none can be read.
+
+    Its payload is not looked at: it may be large, or gone.
+    """
+    folder = artifact.path.parent.parent / stage / fingerprint[: len(artifact.path.name)]
+    try:
+        manifest = read_manifest(folder)
+    except ArtifactError as error:
+        logger.debug("not read: %s", error)
+        return None
+    return manifest if manifest.fingerprint == fingerprint else None
 
 
 def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from pydantic import NonNegativeInt, field_validator
 from torch import Tensor
 
 from distill.config import Config, setting
-from distill.errors import ConfigError
+from distill.errors import ConfigError, SamplingError
 
 DRAFT_LANE, ACCEPT_LANE, RESIDUAL_LANE = 0, 1, 2
 """Independent random streams of one request: draw a draft token, test it, replace it."""
@@ -247,12 +247,16 @@ def sample(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     Returns:
         tokens_B: the first id whose cumulative weight reaches ``u * total``, hence never an id of
         weight zero. Piecewise constant in u, so a test can enumerate it.
+
+    Raises:
+        SamplingError: a weight is not a finite number.
     """
     size = probs_BV.shape[-1]
     u_B1 = uniforms_B.to(device=probs_BV.device, dtype=torch.float64).unsqueeze(-1)
     blocks = size // _BLOCK
     if blocks < 16:
         cumulative = probs_BV.cumsum(dim=-1, dtype=torch.float64)
+        _require_finite(cumulative[:, -1])
         return torch.searchsorted(cumulative, u_B1 * cumulative[:, -1:]).squeeze(-1)
     # One pass over V for the block sums, then a search among blocks and one inside the block.
     sums = probs_BV[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK)).sum(dim=-1)
@@ -260,6 +264,7 @@ def sample(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
         rest = probs_BV[:, blocks * _BLOCK :].sum(dim=-1, keepdim=True)
         sums = torch.cat((sums, rest), dim=1)
     cumulative = sums.cumsum(dim=-1, dtype=torch.float64)
+    _require_finite(cumulative[:, -1])
     level_B1 = u_B1 * cumulative[:, -1:]
     block_B1 = torch.searchsorted(cumulative, level_B1)
     before_B1 = cumulative.gather(1, block_B1) - sums.gather(1, block_B1).double()
@@ -270,6 +275,17 @@ def sample(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     tiny = torch.finfo(torch.float64).tiny
     level_B1 = (level_B1 - before_B1).clamp_min(tiny).minimum(inside[:, -1:])
     return ids.gather(1, torch.searchsorted(inside, level_B1)).squeeze(-1)
+
+
+def _require_finite(totals_B: Tensor) -> None:
+    # A search in a sum that is no number ends behind the last id, which is no token.
+    if not bool(totals_B.isfinite().all()):
+        row = int((~totals_B.isfinite()).nonzero()[0, 0])
+        raise SamplingError(
+            f"the probabilities of row {row} of {len(totals_B)} are not numbers, so no token can "
+            f"be drawn from them: the model's logits overflow in its dtype, or a logits processor "
+            f"gave NaN. Hold the model in another dtype (dtype: bfloat16 or float32)"
+        )
 
 
 def _block_ids(block_B: Tensor, size: int) -> Tensor:

@@ -163,11 +163,24 @@ def _special_problems(
     added_by_draft = draft(_PROBE)["input_ids"]
     if added_by_target != added_by_draft and not problems:
         problems.append(
-            f"encoding: the same text starts {added_by_target[:_SHOWN]} in the target and "
-            f"{added_by_draft[:_SHOWN]} in the draft (begin-of-text token, or merges). Fix: copy "
-            "the target's tokenizer files into the draft"
+            f"encoding: {_first_difference(added_by_target, added_by_draft)} (begin-of-text token, "
+            "or merges). Fix: copy the target's tokenizer files into the draft"
         )
     return problems
+
+
+def _first_difference(theirs: Sequence[int], ours: Sequence[int]) -> str:
+    """Where the ids of one text first differ, with what follows on both sides."""
+    pairs = list(zip(theirs, ours, strict=False))
+    index = next((i for i, (one, other) in enumerate(pairs) if one != other), len(pairs))
+    shown = [
+        f"{list(ids[index : index + _SHOWN])}" if index < len(ids) else "nothing"
+        for ids in (theirs, ours)
+    ]
+    return (
+        f"of the same text, token {index} and what follows it is {shown[0]} in the target and "
+        f"{shown[1]} in the draft"
+    )
 
 
 def _template_problems(

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection
 from types import ModuleType
 
 from distill.artifacts import ArtifactStore
+from distill.models import read_shape
+from distill.stages.plan_shapes import ShapeOf
 from distill.stages.run_config import RunConfig
 from pipelines import on_policy, standard
 from pipelines.standard import INPUTS, PipelineResult, StageState, report_directory
@@ -20,9 +22,11 @@ def _pipeline(config: RunConfig) -> ModuleType:
     return on_policy if config.pipeline == "on_policy" else standard
 
 
-def plan(config: RunConfig, store: ArtifactStore) -> list[StageState]:
+def plan(
+    config: RunConfig, store: ArtifactStore, *, shape_of: ShapeOf = read_shape
+) -> list[StageState]:
     """The state of every step; see :func:`pipelines.standard.plan`."""
-    states: list[StageState] = _pipeline(config).plan(config, store)
+    states: list[StageState] = _pipeline(config).plan(config, store, shape_of=shape_of)
     return states
 
 

@@ -10,15 +10,22 @@ where it was, and one more round costs one more round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from distill.artifacts import Artifact, ArtifactKey, ArtifactStore
 from distill.errors import ConfigError
 from distill.export import export_draft, export_key
-from distill.stages.distill_draft import DistillConfig, distill_draft, distill_key
+from distill.models import read_shape
+from distill.stages.distill_draft import (
+    DistillConfig,
+    check_before_building,
+    distill_draft,
+    distill_key,
+)
 from distill.stages.generate import generate, generate_key
-from distill.stages.measure import measure_acceptance, measure_key
+from distill.stages.measure import check_before_measuring, measure_acceptance, measure_key
+from distill.stages.plan_shapes import ShapeOf, known_shapes
 from distill.stages.rollouts import RolloutConfig, rollouts_key, write_rollouts
 from distill.stages.run_config import RunConfig
 from pipelines.standard import NOT_RESOLVED, PipelineResult, StageState, report_directory
@@ -62,16 +69,30 @@ def _steps(config: RunConfig) -> Iterator[_Step]:
 
 
 def _rollouts_of(config: RunConfig, step: _Step) -> RolloutConfig:
-    first = config.rollouts
-    return first.model_copy(update={"seed": first.seed + step.round - 1})
+    return config.rollouts.for_round(step.round)
 
 
 def _distill_of(config: RunConfig, step: _Step) -> DistillConfig:
     if step.round == 0:
         return config.distill
-    steps = config.rollouts.steps_per_round
-    warmup = min(config.distill.warmup_steps, steps - 1)
-    return config.distill.model_copy(update={"max_steps": steps, "warmup_steps": warmup})
+    return config.distill.for_round(config.rollouts.steps_per_round)
+
+
+def _check_settings(config: RunConfig, steps: Sequence[_Step], shape_of: ShapeOf) -> None:
+    """Refuse before the first step what the settings of a later one make impossible."""
+    for step in steps:
+        if step.stage == "distill":
+            given = _distill_of(config, step)
+            check_before_building(given, shape_of(config.target), shape_of=shape_of)
+        if step.stage == "measure":
+            check_before_measuring(config.measure, shape_of(config.target), shape_of=shape_of)
+
+
+def _check_reached(config: RunConfig, store: ArtifactStore, steps: Sequence[_Step]) -> None:
+    _check_settings(config, steps, known_shapes())
+    given: dict[str, Artifact | str] = {}
+    for step in steps:
+        given[step.stage] = _key(config, store, step, given).fingerprint
 
 
 def _key(
@@ -107,16 +128,24 @@ def _build(
     return export_draft(config.export, store, inputs=inputs, rebuild=rebuild)
 
 
-def plan(config: RunConfig, store: ArtifactStore) -> list[StageState]:
+def plan(
+    config: RunConfig, store: ArtifactStore, *, shape_of: ShapeOf = read_shape
+) -> list[StageState]:
     """The state of every step, without loading a weight or writing a byte.
 
+    ``shape_of`` looks up a model's shape.
+
     Raises:
-        ConfigError: the engine of distill is trl.
+        ConfigError: the engine of distill is trl, or a round could not be trained as the config
+            has it.
+        ModelNotFoundError: a model is a path, and nothing is there.
     """
+    steps = list(_steps(config))
+    _check_settings(config, steps, shape_of)
     states: list[StageState] = []
     given: dict[str, Artifact | str] = {}
     is_provisional = False  # everything after the prompts follows from them
-    for step in _steps(config):
+    for step in steps:
         key = _key(config, store, step, given)
         revisions = key.parts["revisions"].values()
         is_provisional = is_provisional or any(r.startswith(NOT_RESOLVED) for r in revisions)
@@ -150,7 +179,8 @@ def run(
 
     Raises:
         ConfigError: ``until`` or ``rerun`` names no stage, or ``rerun`` one that is not reached,
-            or the engine of distill is trl.
+            or the engine of distill is trl, or a step that is reached cannot do as the config
+            says; refused before any work.
         DistillError: whatever a stage raises; what was built before stays.
     """
     for name in (until, *rerun):
@@ -165,6 +195,7 @@ def run(
                 f"{name} is to be built again, but the run ends before it, after {until}; "
                 f"leave out one of the two"
             )
+    _check_reached(config, store, steps[: last + 1])
     artifacts: dict[str, Artifact] = {}
     hits: list[str] = []
     for step in steps[: last + 1]:

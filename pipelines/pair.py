@@ -19,15 +19,19 @@ from distill.stages.measure_pair import PairConfig, corpus_prompts
 from distill.stages.measure_server import measure_served
 
 
-def run(config: PairConfig, store: ArtifactStore) -> tuple[dict[str, Any], Sequence[Path]]:
+def run(
+    config: PairConfig, store: ArtifactStore, *, rebuild: bool = False
+) -> tuple[dict[str, Any], Sequence[Path]]:
     """Measure the pair; returns the report and the files it was written to.
+
+    ``rebuild`` measures what has been measured once more; a server is asked anew every time.
 
     Raises:
         DistillError: whatever the stage raises.
     """
     directory = store.root / "reports" / config.name
     if config.measure is not None:
-        measured = measure_acceptance(config.measure, store, inputs={})
+        measured = measure_acceptance(config.measure, store, inputs={}, rebuild=rebuild)
         report = build_report(config.name, {"measure": measured}, gate=config.measure.bounds)
         return report, write_report(directory, report)
     served = config.served

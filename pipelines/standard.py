@@ -14,10 +14,11 @@ from distill.artifacts import Artifact, ArtifactKey, ArtifactStore
 from distill.draft_tokens import UNMEASURED
 from distill.errors import ConfigError
 from distill.export import export_draft, export_key
-from distill.models import UNRESOLVED
-from distill.stages.distill_draft import distill_draft, distill_key
+from distill.models import UNRESOLVED, read_shape
+from distill.stages.distill_draft import check_before_building, distill_draft, distill_key
 from distill.stages.generate import UNREAD, generate, generate_key
-from distill.stages.measure import measure_acceptance, measure_key
+from distill.stages.measure import check_before_measuring, measure_acceptance, measure_key
+from distill.stages.plan_shapes import ShapeOf, known_shapes
 from distill.stages.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -82,8 +83,19 @@ def _is_unresolved(key: ArtifactKey) -> bool:
     return any(value.startswith(NOT_RESOLVED) for value in key.parts["revisions"].values())
 
 
-def plan(config: RunConfig, store: ArtifactStore) -> list[StageState]:
-    """The state of every stage, without loading a weight or writing a byte."""
+def plan(
+    config: RunConfig, store: ArtifactStore, *, shape_of: ShapeOf = read_shape
+) -> list[StageState]:
+    """The state of every stage, without loading a weight or writing a byte.
+
+    ``shape_of`` looks up a model's shape.
+
+    Raises:
+        ConfigError: the draft could not be trained, or measured, as the config has it.
+        ModelNotFoundError: a model is a path, and nothing is there.
+    """
+    for name in STAGES:
+        _check_settings(config, name, shape_of)
     states: list[StageState] = []
     given: dict[str, Artifact | str] = {}
     provisional: set[str] = set()
@@ -106,6 +118,22 @@ def plan(config: RunConfig, store: ArtifactStore) -> list[StageState]:
     return states
 
 
+def _check_settings(config: RunConfig, name: str, shape_of: ShapeOf) -> None:
+    if name == "distill":
+        check_before_building(config.distill, shape_of(config.target), shape_of=shape_of)
+    if name == "measure":
+        check_before_measuring(config.measure, shape_of(config.target), shape_of=shape_of)
+
+
+def _check_reached(config: RunConfig, store: ArtifactStore, until: str) -> None:
+    """Refuse before the first stage what the settings of a later one make impossible."""
+    shape_of = known_shapes()
+    given: dict[str, Artifact | str] = {}
+    for name in STAGES[: STAGES.index(until) + 1]:
+        _check_settings(config, name, shape_of)
+        given[name] = _key(config, store, name, given, may_be_provisional=True).fingerprint
+
+
 def _check_stage_names(names: Collection[str]) -> None:
     for name in names:
         if name not in STAGES:
@@ -126,7 +154,8 @@ def run(
     with a stage's name before it starts.
 
     Raises:
-        ConfigError: ``until`` or ``rerun`` names no stage, or ``rerun`` one after ``until``.
+        ConfigError: ``until`` or ``rerun`` names no stage, or ``rerun`` one after ``until``, or
+            a stage that is reached cannot do as the config says; refused before any work.
         DistillError: whatever a stage raises; what was built before stays.
     """
     _check_stage_names([until, *rerun])
@@ -136,6 +165,7 @@ def run(
                 f"{name} is to be built again, but the run ends before it, after {until}; "
                 f"leave out one of the two"
             )
+    _check_reached(config, store, until)
     artifacts: dict[str, Artifact] = {}
     hits: list[str] = []
     for name in STAGES:

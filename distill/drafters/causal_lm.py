@@ -5,7 +5,7 @@ Refuses to know the target; how a token is drafted is in ``autoregressive``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -36,6 +36,20 @@ class CausalLMDrafter(AutoregressiveDrafter):
         self.model = model
         self._cache = RaggedCache(model, max_rows=1)
         self.max_length = self._cache.max_positions
+
+    @classmethod
+    def of(cls, draft: Any, *, vocabulary_token_ids: Sequence[int] | Tensor | None = None) -> Self:
+        """The drafter of a loaded model (``.model``), with the vocabulary that was loaded with it.
+
+        Args:
+            vocabulary_token_ids: ids to propose instead of its own, such as ``range(n)``.
+
+        Raises:
+            CacheRollbackError: the model's cache cannot forget single tokens.
+        """
+        if vocabulary_token_ids is None:
+            vocabulary_token_ids = getattr(draft, "vocabulary_token_ids", None)
+        return cls(draft.model, vocabulary_token_ids=vocabulary_token_ids)
 
     def start(self, *, vocabulary_size: int, max_batch_size: int) -> None:
         """Forget every row and get ready for a target with this many token ids.

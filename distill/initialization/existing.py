@@ -77,6 +77,7 @@ class ExistingConfig(Config):
         if self.vocabulary == "transplanted" and draft.shape.vocab_size != target.shape.vocab_size:
             resize_rows(draft, target.shape.vocab_size)
         draft.tokenizer = target.tokenizer
+        draft.vocabulary = None  # what it was to propose; this training chooses anew
         draft.model.to(target.device)
         return Start(draft, report)
 

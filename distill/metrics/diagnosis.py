@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distill.metrics.positions import TOP_K_SIZES
-from distill.metrics.sentences import percent
+from distill.metrics.sentences import exact, percent
 
 ENTROPY_BANDS = (0.0, 0.5, 1.0, 2.0, 3.0, math.inf)
 POSITION_BANDS = (0, 1, 8, 32, 128, math.inf)
@@ -88,7 +88,7 @@ def findings(diagnosis: Mapping[str, Any], *, draft: str, temperature: float) ->
         return []
     found = [
         f"{draft} loses {percent(diagnosis['lost'])} of what it proposes at temperature "
-        f"{temperature:g}"
+        f"{exact(temperature)}"
     ]
     share = diagnosis["share_lost_to_vocabulary"]
     if share >= 0.02:
@@ -131,8 +131,8 @@ def temperature_finding(rows: Sequence[Mapping[str, float]], temperature: float)
         return None
     is_cooler = best["draft_temperature"] < temperature
     return (
-        f"drafted at temperature {best['draft_temperature']:g} beside a target at {temperature:g} "
-        f"the draft would gain {100 * gain:.1f} points: it is too "
+        f"drafted at temperature {exact(best['draft_temperature'])} beside a target at "
+        f"{exact(temperature)} the draft would gain {100 * gain:.1f} points: it is too "
         f"{'flat' if is_cooler else 'sharp'}, which more training on sampled text mends"
     )
 

@@ -22,15 +22,17 @@ MIN_EXPECTED = 5.0
 
 @dataclass(frozen=True)
 class LawTest:
-    """Pearson's test of one or more samples.
+    """Pearson's test of one or more samples, an exact one of those whose law is nearly certain.
 
     ``detectable_effect`` is Cohen's w = sqrt(sum (o - e)^2 / e) (o, e probabilities) that would be
     found with probability ``power``. A change of the law with a total variation of
     ``detectable_total_variation`` = w / 2 or more has at least that effect, so it would be found:
-    a change between the cells, that is. What moves inside a cell of many tokens is not seen.
+    a change between the cells, that is. What moves inside a cell of many tokens is not seen. Where
+    every sample's law is nearly certain there is no effect, and the variation is that of the exact
+    test.
 
-    ``p_value`` and ``is_same_law`` are None where no two cells could be told apart: nothing was
-    tested then, which is no pass.
+    ``p_value`` and ``is_same_law`` are None where there were too few draws to tell two cells apart:
+    nothing was tested then, which is no pass.
     """
 
     statistic: float
@@ -58,8 +60,14 @@ def law_test(
 
     Statistics and degrees of freedom of independent samples add up; a sample of nothing adds
     nothing. A count in a cell of probability zero is a certain fault: the p-value is then 0.
+
+    A law that is nearly certain (a temperature near 0) has one cell that all draws should be in,
+    however many there are, and so no degree of freedom. There the draws outside it are counted:
+    too many of them, by the binomial law, are a fault. The tests together keep to
+    ``significance`` (Bonferroni).
     """
-    statistic, degrees, total = 0.0, 0, 0
+    statistic, degrees, total, num_pearson = 0.0, 0, 0, 0
+    certain: list[_Certain] = []
     is_impossible = False
     for counts, probabilities in samples:
         observed = np.asarray(counts, dtype=np.float64)
@@ -70,14 +78,24 @@ def law_test(
         if not number:  # nothing drawn: 0 / 0 in every cell
             continue
         is_impossible |= bool(observed[law == 0.0].sum())
-        merged, expected = _merged(observed, law * number)
-        statistic += float((np.square(merged - expected) / expected).sum())
-        degrees += len(expected) - 1
         total += int(number)
-    p_value = 0.0 if is_impossible else None
-    if degrees and not is_impossible:
-        p_value = float(stats.chi2.sf(statistic, degrees))
-    effect = detectable_effect(total, degrees, significance=significance)
+        merged, expected = _merged(observed, law * number)
+        if len(expected) > 1:
+            statistic += float((np.square(merged - expected) / expected).sum())
+            degrees += len(expected) - 1
+            num_pearson += int(number)
+        elif len(law) > 1 and law.max() * number >= MIN_EXPECTED:
+            certain.append(_Certain.of(observed, law))
+    p_values = [one.p_value for one in certain]
+    if degrees:
+        p_values.append(float(stats.chi2.sf(statistic, degrees)))
+    p_value = min(1.0, len(p_values) * min(p_values)) if p_values else None
+    if is_impossible:
+        p_value = 0.0
+    each = significance / max(1, len(p_values))
+    effect = detectable_effect(num_pearson, degrees, significance=each)
+    variations = [one.detectable_total_variation(each) for one in certain]
+    variations += [] if effect is None else [effect / 2]
     return LawTest(
         statistic=statistic,
         degrees_of_freedom=degrees,
@@ -86,9 +104,39 @@ def law_test(
         significance=significance,
         power=POWER,
         detectable_effect=effect,
-        detectable_total_variation=None if effect is None else min(1.0, effect / 2),
+        detectable_total_variation=min(1.0, max(variations)) if variations else None,
         is_same_law=None if p_value is None else p_value >= significance,
     )
+
+
+@dataclass(frozen=True)
+class _Certain:
+    """Draws of a law that nearly always gives one cell: how many are elsewhere, and should be."""
+
+    num_draws: int
+    num_elsewhere: int
+    probability_elsewhere: float
+
+    @classmethod
+    def of(cls, observed: Any, law: Any) -> _Certain:
+        place = int(law.argmax())
+        elsewhere = float(np.delete(law, place).sum())  # not 1 - max: that rounds 1e-20 away
+        return cls(int(observed.sum()), int(np.delete(observed, place).sum()), elsewhere)
+
+    @property
+    def p_value(self) -> float:
+        """P(so many elsewhere, or more). Too few are no sign: fewer than 5 are expected."""
+        draws, chance = self.num_draws, self.probability_elsewhere
+        return float(stats.binom.sf(self.num_elsewhere - 1, draws, chance))
+
+    def detectable_total_variation(self, significance: float) -> float:
+        """The further mass elsewhere that would be called a fault with probability ``POWER``."""
+        draws, chance = self.num_draws, self.probability_elsewhere
+        # The fewest that are too many; P(Bin(n, p) >= c) is the beta law's I_p(c, n - c + 1).
+        least = int(stats.binom.isf(significance, draws, chance)) + 1
+        if least > draws:
+            return 1.0
+        return float(stats.beta.ppf(POWER, least, draws - least + 1)) - chance
 
 
 def detectable_effect(

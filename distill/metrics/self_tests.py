@@ -16,6 +16,7 @@ from torch import Tensor
 from distill.metrics import intervals
 from distill.metrics.acceptance import PRIMARY_RULE, analytic_sums
 from distill.metrics.chain import ExpectedCounts
+from distill.metrics.sentences import exact
 from distill.runtime.verify import verify
 from distill.sampling import SamplingConfig, logits_to_probs
 
@@ -201,7 +202,7 @@ def analytic_equals_decoded(
 def failures(tests: Sequence[Mapping[str, Any]]) -> list[str]:
     """The tests that failed, as reasons not to trust the rest."""
     return [
-        f"self-test failed at temperature {t['temperature']:g}: {t['name']}: expected "
+        f"self-test failed at temperature {exact(t['temperature'])}: {t['name']}: expected "
         f"{t['expected']}, found {t['found']}"
         for t in tests
         if t["is_passed"] is False

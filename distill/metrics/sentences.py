@@ -27,7 +27,7 @@ def difference_sentence(
     analytic = row["analytic_acceptance_rate"]
     is_analytic = analytic["value"] is not None
     difference = analytic if is_analytic else row["acceptance_rate"]
-    where = f"at temperature {temperature:g}, on {prompts(num_prompts)}"
+    where = f"at temperature {exact(temperature)}, on {prompts(num_prompts)}"
     value, low, high = difference["value"], difference["low"], difference["high"]
     if value is None:
         return f"{draft} and {baseline} cannot be compared {where}: nothing was tested"
@@ -36,11 +36,12 @@ def difference_sentence(
         return f"{draft} against {baseline} {where}: {points}; one prompt gives no interval"
     points += f" (95%: {100 * low:+.1f} to {100 * high:+.1f})"
     if value == low == high == 0.0:
-        return f"{draft} and {baseline} are accepted equally often {where}"
-    if low <= 0.0 <= high:
-        return f"no difference between {draft} and {baseline} is seen {where}: {points}"
-    direction = "more" if value > 0 else "less"
-    sentence = f"{draft} is accepted {direction} often than {baseline} {where}: {points}"
+        sentence = f"{draft} and {baseline} are accepted equally often {where}"
+    elif low <= 0.0 <= high:
+        sentence = f"no difference between {draft} and {baseline} is seen {where}: {points}"
+    else:
+        direction = "more" if value > 0 else "less"
+        sentence = f"{draft} is accepted {direction} often than {baseline} {where}: {points}"
     caveat = few_prompts(num_prompts)
     return sentence if caveat is None else f"{sentence}; {caveat}"
 
@@ -50,6 +51,12 @@ def few_prompts(num_prompts: int) -> str | None:
     if num_prompts >= ENOUGH_PROMPTS:
         return None
     return f"fewer than {ENOUGH_PROMPTS} prompts are too few to rely on"
+
+
+def exact(temperature: float) -> str:
+    """0.7 -> 0.7, 1.0 -> 1: as short as tells it from every other number."""
+    short = f"{temperature:g}"
+    return short if float(short) == temperature else repr(float(temperature))
 
 
 def prompts(number: int) -> str:

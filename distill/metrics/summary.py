@@ -36,7 +36,8 @@ class PromptRecord:
     """What one draft did on one prompt at one temperature.
 
     ``counts`` are those of ``DecodeStats.to_dict``. ``acceptance_sums`` are sums over the
-    ``num_positions`` of the target's own text, one per acceptance rule.
+    ``num_positions`` of the target's own text, one per acceptance rule. ``num_draftable_calls``:
+    target calls that had room for a draft; None: all of them.
     """
 
     draft: str
@@ -46,6 +47,7 @@ class PromptRecord:
     counts: Mapping[str, Any]
     num_positions: int
     acceptance_sums: Mapping[str, float]
+    num_draftable_calls: int | None = None
 
 
 def summarize(
@@ -145,8 +147,17 @@ def _cell(rows: Sequence[PromptRecord], *, num_draft_tokens: int, seed: int) -> 
 
 
 def _coverage(rows: Sequence[PromptRecord]) -> float:
-    """Share of target calls for which the drafter proposed anything."""
-    num_calls = float(_counts(rows, "num_target_calls").sum())
+    """Share of the target calls that had room for a draft for which the drafter proposed one.
+
+    On the last token of an answer's budget nobody can propose: such a call says nothing of a draft,
+    and a speed model that spreads it over all rounds misjudges every one of them.
+    """
+    num_calls = sum(
+        row.counts["num_target_calls"]
+        if row.num_draftable_calls is None
+        else row.num_draftable_calls
+        for row in rows
+    )
     num_drafted = float(_counts_at(rows, "proposed_by_position", 0).sum())
     return num_drafted / num_calls if num_calls else 0.0
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distill.metrics.planner_tables import serving_depth
+from distill.metrics.sentences import exact, few_prompts
 
 DISTILLED, UNDISTILLED, PROMPT_LOOKUP = "distilled", "undistilled", "prompt_lookup"
 """The drafts that are compared, by the names they have in every table."""
@@ -27,9 +28,9 @@ def decide(
 
     Args:
         lossless: counts of the judged draft's greedy answers; ``num_broken`` differ from plain
-            decoding, and no tie of the target's logits explains it. ``by_draft`` has the other
-            drafts' counts, which are told and change nothing. ``laws`` are tests of sampled tokens
-            against the target's law. What was not checked is no ground to ship on.
+            decoding, and no tie of the target's logits explains it. ``by_draft`` has every draft's
+            counts; those of others are told and change nothing. ``laws`` are tests of sampled
+            tokens against the target's law. What was not checked is no ground to ship on.
         timing: ``runs`` (measured) and ``plans`` (predicted) per draft and temperature; empty
             when nothing was timed, which is no ground to ship on.
         draft: the draft that is judged.
@@ -45,7 +46,7 @@ def decide(
     depth = serving_depth(plans)
     reasons = [*faults, *lossless_faults(lossless, draft=draft)]
     if not lossless["num_compared"]:
-        reasons.append("losslessness was not checked: add temperature 0")
+        reasons.append(f"losslessness was not checked: {_why_not_compared(lossless, draft)}")
     reasons += _unjudged_laws(lossless, [run["temperature"] for run in ours], draft)
     if not ours:
         reasons.append("speed was not measured: measure.timing.enabled is false")
@@ -55,8 +56,8 @@ def decide(
             "temperature: serve the target alone"
         )
     reasons += [
-        f"temperature {run['temperature']:g}: {run['num_draft_tokens']} draft tokens were timed, "
-        f"not the {depth} to serve with"
+        f"temperature {exact(run['temperature'])}: {run['num_draft_tokens']} draft tokens were "
+        f"timed, not the {depth} to serve with"
         for run in ours
         if depth and run["num_draft_tokens"] != depth
     ]
@@ -70,7 +71,7 @@ def decide(
         "reasons": [*reasons, *_broken_rivals(lossless, draft)],
         "num_draft_tokens": depth,
         "num_draft_tokens_by_temperature": {
-            f"{plan['temperature']:g}": plan["num_draft_tokens"] for plan in plans
+            exact(plan["temperature"]): plan["num_draft_tokens"] for plan in plans
         },
     }
 
@@ -81,13 +82,29 @@ def lossless_faults(lossless: Mapping[str, Any], *, draft: str) -> list[str]:
     if lossless["num_broken"]:
         faults.append(f"not lossless: {_broken(lossless)}")
     faults += [
-        f"not lossless: at temperature {law['temperature']:g} {law['draft']} draws tokens that do "
-        f"not follow the target's law (chi-square {law['statistic']:.1f} at "
-        f"{law['degrees_of_freedom']} degrees of freedom, p = {law['p_value']:.2g})"
+        f"not lossless: at temperature {exact(law['temperature'])} {law['draft']} draws tokens "
+        f"that do not follow the target's law ({_evidence(law)})"
         for law in lossless.get("laws", ())
         if law["draft"] == draft and law["is_same_law"] is False
     ]
     return faults
+
+
+def _evidence(law: Mapping[str, Any]) -> str:
+    p_value, degrees = f"p = {law['p_value']:.2g}", law["degrees_of_freedom"]
+    if not degrees:
+        return f"too many of {law['num_samples']} draws are none of the likeliest token, {p_value}"
+    return f"chi-square {law['statistic']:.1f} at {degrees} degrees of freedom, {p_value}"
+
+
+def _why_not_compared(lossless: Mapping[str, Any], draft: str) -> str:
+    """A draft is listed as soon as it has a greedy answer, compared or not."""
+    if any(row["draft"] == draft for row in lossless.get("by_draft", ())):
+        return (
+            "not one draft token was tested in the greedy answers; give longer answers "
+            "(measure.max_new_tokens), or prompts that fit the draft's context"
+        )
+    return "no greedy answer was compared; add temperature 0"
 
 
 def _broken(counts: Mapping[str, Any]) -> str:
@@ -110,16 +127,22 @@ def _unjudged_laws(
     lossless: Mapping[str, Any], temperatures: Sequence[float], draft: str
 ) -> list[str]:
     """The temperatures above 0 at which no test said yes or no to the law of sampled tokens."""
-    judged = {
-        law["temperature"]
-        for law in lossless.get("laws", ())
-        if law["draft"] == draft and law["is_same_law"] is not None
-    }
-    return [
-        f"losslessness was not checked at temperature {temperature:g}: raise measure.law_samples"
-        for temperature in temperatures
-        if temperature > 0.0 and temperature not in judged
-    ]
+    laws = {law["temperature"]: law for law in lossless.get("laws", ()) if law["draft"] == draft}
+    faults = []
+    for temperature in [t for t in temperatures if t > 0.0]:
+        law = laws.get(temperature)
+        if law is not None and law["is_same_law"] is not None:
+            continue
+        reason = "no token was drawn for it: raise measure.law_samples"
+        if law is not None and law["num_samples"]:
+            reason = (
+                f"{law['num_samples']} draws are too few to expect any token 5 times: raise "
+                "measure.law_samples"
+            )
+        elif law is not None:
+            reason = "not one draft token was tested while drawing; give prompts that fit the draft"
+        faults.append(f"losslessness was not checked at temperature {exact(temperature)}: {reason}")
+    return faults
 
 
 def gate_failures(
@@ -145,7 +168,7 @@ def gate_failures(
         bound = bounds["min_speedup"]
         failed += [
             f"measure.gate.min_speedup is {bound:g}, the speedup at temperature "
-            f"{run['temperature']:g} is {_with_interval(run['speedup'])}"
+            f"{exact(run['temperature'])} is {_with_interval(run['speedup'])}"
             for run in runs
             if run["speedup"]["value"] is None or run["speedup"]["value"] < bound
         ]
@@ -159,14 +182,14 @@ def gate_failures(
             if rate["value"] is None or rate["value"] < bound:
                 failed.append(
                     f"measure.gate.min_alpha is {bound:g}, the acceptance rate at temperature "
-                    f"{cell['temperature']:g} is {_with_interval(rate)}"
+                    f"{exact(cell['temperature'])} is {_with_interval(rate)}"
                 )
     if bounds["lossless"]:
         temperatures = [cell["temperature"] for cell in pooled]
         found = lossless_faults(lossless, draft=draft)
         found += _unjudged_laws(lossless, temperatures, draft)
         if not lossless["num_compared"] and (0.0 in temperatures or not temperatures):
-            found.append("losslessness was not checked: no greedy answer was compared")
+            found.append(f"losslessness was not checked: {_why_not_compared(lossless, draft)}")
         failed += [f"measure.gate.lossless is true, and {fault}" for fault in found]
     return failed
 
@@ -177,7 +200,9 @@ def _with_interval(estimate: Mapping[str, Any]) -> str:
     text = f"{estimate['value']:.3f}"
     if estimate["low"] is None:
         return text
-    return f"{text} (95%: {estimate['low']:.3f} to {estimate['high']:.3f})"
+    caveat = few_prompts(estimate["num_prompts"])
+    said = "" if caveat is None else f"; {caveat}"
+    return f"{text} (95%: {estimate['low']:.3f} to {estimate['high']:.3f}{said})"
 
 
 def _is_shown_faster(speedup: Mapping[str, Any]) -> bool:
@@ -198,7 +223,7 @@ def _speed_reason(run: Mapping[str, Any]) -> str:
         judged = f"above {PLAIN_SPEED:g}x"
     caveat = run.get("caveat")
     return (
-        f"temperature {run['temperature']:g}: {speedup['value']:.2f}x measured{interval} with "
+        f"temperature {exact(run['temperature'])}: {speedup['value']:.2f}x measured{interval} with "
         f"{depth} draft token{'' if depth == 1 else 's'}, {judged}; "
         f"{run['predicted_speedup']:.2f}x predicted{f'; {caveat}' if caveat else ''}"
     )
@@ -213,6 +238,6 @@ def _rival_reason(run: Mapping[str, Any], runs: list[Mapping[str, Any]]) -> list
     if best["speedup"]["value"] <= run["speedup"]["value"]:
         return []
     return [
-        f"temperature {run['temperature']:g}: {best['draft']} is faster, "
+        f"temperature {exact(run['temperature'])}: {best['draft']} is faster, "
         f"{best['speedup']['value']:.2f}x"
     ]

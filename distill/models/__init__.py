@@ -24,9 +24,11 @@ from distill.models.resolve import (
     resolve_model,
 )
 from distill.models.saving import save_model
+from distill.models.vocabulary import DraftVocabulary, write_vocabulary
 
 __all__ = [
     "UNRESOLVED",
+    "DraftVocabulary",
     "LoadedModel",
     "ModelConfig",
     "ModelShape",
@@ -43,4 +45,5 @@ __all__ = [
     "save_model",
     "shape_of",
     "stop_token_ids",
+    "write_vocabulary",
 ]

@@ -21,6 +21,7 @@ from distill.models.config import (
     shape_of,
 )
 from distill.models.resolve import ResolvedModel, resolve_model
+from distill.models.vocabulary import DraftVocabulary, read_vocabulary
 
 if TYPE_CHECKING:
     import torch
@@ -29,12 +30,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class LoadedModel:
-    """A model in memory with its tokenizer. Evaluation mode; gradients are the caller's choice."""
+    """A model in memory with its tokenizer. Evaluation mode; gradients are the caller's choice.
+
+    ``vocabulary`` says which tokens it may propose where it drafts; None: all.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     resolved: ResolvedModel
     shape: ModelShape
+    vocabulary: DraftVocabulary | None = None
 
     @property
     def device(self) -> torch.device:
@@ -53,12 +58,18 @@ class LoadedModel:
         """Every id that ends a text: the generation config's, the model's and the tokenizer's."""
         return stop_token_ids(self.model, self.tokenizer)
 
+    @property
+    def vocabulary_token_ids(self) -> tuple[int, ...] | None:
+        """The ids it may propose where it drafts, ascending; None: all."""
+        return None if self.vocabulary is None else self.vocabulary.token_ids
+
 
 def load_target(config: ModelConfig) -> LoadedModel:
     """Load a target: evaluation mode, no gradients, tokenizer beside it.
 
     Raises:
-        ModelNotFoundError: nowhere to be found, or the weights file lacks a weight.
+        ModelNotFoundError: nowhere to be found, or the weights file lacks a weight or has one that
+            is not a finite number.
         ConfigError: ``config.shape`` is not the model's, the device is not here, or the model
             cannot be quantised.
     """
@@ -76,8 +87,11 @@ def load_draft(
 ) -> LoadedModel:
     """Load a draft from a model directory, or from an artifact that holds one in ``draft/``.
 
+    The tokens it may propose come with it, from either place.
+
     Raises:
-        ModelNotFoundError: no model there, or the weights file lacks a weight.
+        ModelNotFoundError: no model there, the weights file lacks a weight or has one that is not a
+            finite number, or the file of the tokens it may propose cannot be read.
         ConfigError: the device is not here, or the model cannot be quantised.
     """
     path = source.path if isinstance(source, Artifact) else Path(source)
@@ -141,10 +155,27 @@ def _load(config: ModelConfig, resolved: ResolvedModel) -> LoadedModel:
             f"the weights in {resolved.path} lack {len(missing)} tensors ({', '.join(missing[:3])}"
             ", ...); they would be random numbers. Fetch or save the model again"
         )
+    _require_finite(config.model, model)
     shape = check_shape(config, shape_of(model.config))
     tokenizer = _tokenizer_at(resolved.path, config.trust_remote_code)
+    vocabulary = read_vocabulary(resolved.path, num_rows=shape.vocab_size)
     quantize_model(model, config.quantize)
-    return LoadedModel(model.to(device).eval(), tokenizer, resolved, shape)
+    return LoadedModel(model.to(device).eval(), tokenizer, resolved, shape, vocabulary)
+
+
+def _require_finite(reference: str, model: PreTrainedModel) -> None:
+    """Refuse weights from which only NaN could follow, however far from here it would be seen."""
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+        if not weight.is_floating_point() or weight.element_size() < 2:
+            continue  # of eight bits only products are known
+        if all(bound.isfinite() for bound in weight.aminmax()):
+            continue
+        num_bad = weight.numel() - int(weight.isfinite().sum())
+        raise ModelNotFoundError(
+            f"the weights of {reference!r} are not numbers: {num_bad} of {weight.numel()} values "
+            f"of {name} are infinite or NaN, and so every answer would be. Fetch or save the model "
+            f"again, or name another one"
+        )
 
 
 def pick_device(device: str) -> torch.device:

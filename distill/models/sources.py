@@ -39,6 +39,7 @@ MODEL_FILE_PATTERNS = (
     "vocab.txt",
 )
 CODE_FILE_PATTERNS = ("*.py",)
+VOCABULARY_FILE = "draft_vocabulary.json"
 # Terms travel with the weights they cover, and say nothing about a forward pass.
 LICENSE_FILE_PATTERNS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 
@@ -158,11 +159,21 @@ def model_directory(path: Path) -> Path:
     )
 
 
+def vocabulary_file(directory: Path) -> Path | None:
+    """Where a model's own directory keeps the tokens it may propose; None: it may propose all.
+
+    In a shipped draft the file is beside the weights; an artifact has it beside its ``draft/``.
+    """
+    places = [directory, *([directory.parent] if directory.name == "draft" else [])]
+    return next((p / VOCABULARY_FILE for p in places if (p / VOCABULARY_FILE).is_file()), None)
+
+
 def directory_revision(path: Path, *, cache_dir: Path | None = None) -> str:
     """``sha256:`` over the relative paths and hashes of the files that make the model.
 
     Sub-folders count (further chat templates live in one), hidden ones do not (a download's or a
-    version control's own records).
+    version control's own records). The tokens a draft may propose count where an artifact keeps
+    them, too: with others it is another draft.
 
     Raises:
         ModelNotFoundError: no ``config.json`` there.
@@ -179,6 +190,9 @@ def directory_revision(path: Path, *, cache_dir: Path | None = None) -> str:
     digest = hashlib.sha256()
     for name in files:
         digest.update(f"{name}\0{file_sha256(directory / name, cache_dir=cache_dir)}\n".encode())
+    beside = vocabulary_file(directory)
+    if beside is not None and beside.parent != directory:
+        digest.update(f"../{beside.name}\0{file_sha256(beside, cache_dir=cache_dir)}\n".encode())
     return f"sha256:{digest.hexdigest()}"
 
 

@@ -6,15 +6,18 @@ Refuses to know how it is shown: no HTML, no plot, no rounding.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from distill.artifacts import Artifact
 from distill.errors import ArtifactError
+from distill.manifest import Manifest, neighbour
 from distill.metrics import self_tests
+from distill.metrics.sentences import ENOUGH_PROMPTS
 from distill.metrics.verdict import gate_failures
+from distill.report.models import drafts_of, target_of
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 DEFINITIONS = {
     "acceptance_rate": "Draft tokens accepted / TESTED, counted while decoding (alpha). Tokens "
@@ -51,8 +54,12 @@ DEFINITIONS = {
     "efficiency": "Measured / predicted speedup. The prediction leaves out the prompt's own pass, "
     "which both ways of decoding pay and the clock includes, and the decoding loop; and its "
     "acceptance is that of all prompts, not of the few that were timed.",
-    "interval": "95% percentile bootstrap over prompts.",
+    "interval": "95% percentile bootstrap over prompts. Over fewer than "
+    f"{ENOUGH_PROMPTS} prompts it is too narrow to rely on.",
 }
+
+_ROUND_SUMS = ("num_steps", "num_tokens", "train_s", "wall_s")
+_ROUND_FACTS = ("best_step", "held_out_before", "held_out_after")
 
 
 def build_report(
@@ -82,7 +89,13 @@ def build_report(
         "schema_version": SCHEMA_VERSION,
         "name": name,
         "measured": manifest.finished,
-        "target": _target(measure),
+        "target": target_of(measure),
+        "draft_models": drafts_of(
+            measure,
+            acceptance["drafts"],
+            primary=acceptance["primary"],
+            distilled=artifacts.get("distill"),
+        ),
         "verdict": measure.metrics["verdict"],
         "gate": None if gate is None else _gate(gate, acceptance, timing),
         "summary": _summary(acceptance, timing),
@@ -114,15 +127,6 @@ def _gate(
         faults=self_tests.failures(acceptance["self_tests"]),
     )
     return {"bounds": dict(bounds), "failures": failures, "is_passed": not failures}
-
-
-def _target(measure: Artifact) -> dict[str, Any]:
-    config = measure.manifest.config.get("target", {})
-    return {
-        "model": config.get("model"),
-        "dtype": config.get("dtype"),
-        "revision": measure.manifest.revisions.get("target"),
-    }
 
 
 def _summary(acceptance: Mapping[str, Any], timing: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -173,11 +177,51 @@ def _pooled(cells: list[dict[str, Any]], draft: str, temperature: float) -> dict
 
 
 def _training(distill: Artifact | None) -> dict[str, Any]:
+    """What the draft's training says: of several rounds the last one's, and all of them added."""
     if distill is None:
-        return {"settings": {}, "metrics": {}, "log": []}
+        return {"settings": {}, "metrics": {}, "log": [], "rounds": [], "total": None}
     listed = {entry.path for entry in distill.manifest.files}
     log: list[dict[str, Any]] = []
     if "training_log.jsonl" in listed:
         text = distill.file("training_log.jsonl").read_text(encoding="utf-8")
         log = [json.loads(line) for line in text.splitlines() if line.strip()]
-    return {"settings": distill.manifest.config, "metrics": distill.metrics, "log": log}
+    rounds, num_unread = _rounds(distill)
+    return {
+        "settings": distill.manifest.config,
+        "metrics": distill.metrics,
+        "log": log,
+        "rounds": rounds,
+        "total": {
+            "num_rounds": len(rounds) + num_unread,
+            "num_rounds_unread": num_unread,
+            **{name: _sum(row[name] for row in rounds) for name in _ROUND_SUMS},
+        },
+    }
+
+
+def _rounds(distill: Artifact) -> tuple[list[dict[str, Any]], int]:
+    """Each training this draft went through, the first one first; and how many are not at hand.
+
+    A round starts from the draft of the one before, which its manifest names. One that was deleted
+    hides those before it, so the count of what is not at hand is then of what is known: 1.
+    """
+    rounds = []
+    manifest: Manifest | None = distill.manifest
+    num_unread = 0
+    while manifest is not None:
+        rounds.append(
+            {
+                "fingerprint": manifest.fingerprint,
+                **{name: manifest.metrics.get(name) for name in (*_ROUND_SUMS, *_ROUND_FACTS)},
+            }
+        )
+        before = manifest.inputs.get("distill")
+        manifest = None if before is None else neighbour(distill, "distill", before)
+        num_unread = int(before is not None and manifest is None)
+    return rounds[::-1], num_unread
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    """The sum; None where a part of it is not known."""
+    known = list(values)
+    return None if None in known else sum(value for value in known if value is not None)

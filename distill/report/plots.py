@@ -27,6 +27,9 @@ LABELS = {
     "prompt_lookup": "prompt lookup",
     "draft": "draft",
 }
+# Longer names leave a plot no room for its axes; the tables have them in full.
+_MAX_LABEL_CHARS = 32
+_LEGEND_COLUMNS, _LEGEND_ROW_INCHES = 3, 0.2
 
 _STYLE: Any = {
     "svg.fonttype": "none",
@@ -81,7 +84,8 @@ def acceptance_by_task(report: Mapping[str, Any]) -> str | None:
                 drafts=report["drafts"],
                 horizontal=True,
             )
-        axes.set_yticks(range(len(tasks)), ["all tasks" if t is None else t for t in tasks])
+        labels = ["all tasks" if t is None else shortened(t) for t in tasks]
+        axes.set_yticks(range(len(tasks)), labels)
         axes.set_ylim(len(tasks) - 0.5, -0.5)
         axes.grid(visible=False, axis="y")
         axes.set_xlim(-0.03, 1.03)
@@ -130,7 +134,7 @@ def speedup_by_depth(report: Mapping[str, Any]) -> str | None:
                 if (plan["draft"], plan["temperature"]) == (draft, temperature):
                     depths = [0, *(point["num_draft_tokens"] for point in plan["curve"])]
                     values = [1.0, *(point["speedup"] for point in plan["curve"])]
-                    axes.plot(depths, values, color=colour, label=LABELS.get(draft, draft))
+                    axes.plot(depths, values, color=colour, label=_label(draft))
             for run in runs:
                 if (run["draft"], run["temperature"]) == (draft, temperature):
                     _intervals(
@@ -190,8 +194,22 @@ def _panels(
             axes.set_ylabel("")
         handles, labels = row[0].get_legend_handles_labels()
         if handles:
-            figure.legend(handles, labels, loc="outside upper left", ncols=3)
+            more_rows = (len(handles) - 1) // _LEGEND_COLUMNS
+            figure.set_figheight(height + _LEGEND_ROW_INCHES * more_rows)
+            figure.legend(handles, labels, loc="outside upper left", ncols=_LEGEND_COLUMNS)
         return _svg(figure, name)
+
+
+def shortened(name: str) -> str:
+    """A name as a plot has room for it: the middle of a long one is left out."""
+    if len(name) <= _MAX_LABEL_CHARS:
+        return name
+    half = (_MAX_LABEL_CHARS - 1) // 2
+    return f"{name[:half]}…{name[-half:]}"
+
+
+def _label(draft: str) -> str:
+    return shortened(LABELS.get(draft, draft))
 
 
 def _look(draft: str, drafts: Sequence[str]) -> tuple[str, str]:
@@ -227,7 +245,7 @@ def _intervals(
         fmt=marker,
         color=colour,
         elinewidth=1.4,
-        label=LABELS.get(draft, draft) if label is None else label or None,
+        label=_label(draft) if label is None else label or None,
     )
 
 
@@ -244,7 +262,7 @@ def _line(
         [e["value"] for e in estimates],
         color=colour,
         marker=marker,
-        label=LABELS.get(draft, draft),
+        label=_label(draft),
     )
     below, above = _errors(estimates)
     axes.fill_between(

@@ -15,11 +15,16 @@ import jinja2
 from markupsafe import Markup
 
 from distill.artifacts import atomic_write
+from distill.metrics.sentences import ENOUGH_PROMPTS, few_prompts
+from distill.report.models import how_held
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 MISSING = "–"
+_REVISION_CHARS = len("sha256:") + 12
+FEW_MARK = "*"
+FEW_NOTE = f"{FEW_MARK} {few_prompts(0)}"
 
 RULE_NAMES = {
     "speculative_sampling": "speculative sampling",
@@ -59,6 +64,7 @@ def render_html(report: Mapping[str, Any]) -> str:
         "scalars": scalars,
         "quoted": quoted,
         "skipped": skipped_sentence,
+        "held": how_held,
     }
     source = resources.files("distill").joinpath("templates/report.html.j2")
     template = environment.from_string(source.read_text(encoding="utf-8"))
@@ -69,6 +75,8 @@ def render_html(report: Mapping[str, Any]) -> str:
         plots=svg,
         labels=plots.LABELS,
         trained=trained(report),
+        few=_figures_of_few(report),
+        enough=ENOUGH_PROMPTS,
         names=RULE_NAMES,
         self_tests=self_tests_sentence(report["self_tests"]),
         has_failed_tests=any(t["is_passed"] is False for t in report["self_tests"]),
@@ -87,9 +95,13 @@ def report_table(report: Mapping[str, Any]) -> Table:
     table.add_column("", no_wrap=True)
     for row in report["summary"]:
         table.add_column(f"temperature {row['temperature']:g}", justify="right", no_wrap=True)
-    for label, cells in summary_lines(report["summary"]):
+    lines = summary_lines(report["summary"])
+    for label, cells in lines:
         table.add_row(label, *cells)
-    notes = [f"draft: {trained(report)}"] if trained(report) else []
+    notes = few_notes([text for _, cells in lines for text in cells])
+    notes.append(f"target: {named(report['target'])}")
+    notes += [f"{model['draft']}: {named(model)}" for model in report["draft_models"]]
+    notes += [f"training: {trained(report)}"] if trained(report) else []
     notes += [f"why: {reason}" for reason in verdict["reasons"]]
     notes += [f"compared: {sentence}" for sentence in sentences(report)]
     if report["gate"] is not None:
@@ -183,11 +195,28 @@ def trained(report: Mapping[str, Any]) -> str:
         names = [loss] if isinstance(loss, str) else [phase["name"] for phase in loss]
         parts.append(f"trained with {' then '.join(names)}")
     if "num_steps" in metrics:
-        parts.append(
-            f"{metrics['num_steps']} steps, {metrics['num_tokens']} tokens, "
-            f"{metrics['train_s']:.0f} s"
-        )
+        parts.append(_work(report["training"]))
     return "; ".join(parts)
+
+
+def _work(training: Mapping[str, Any]) -> str:
+    """Steps, tokens and seconds of a training: of several rounds their sums."""
+    total, rounds = training["total"], training["rounds"]
+    sums = f"{total['num_steps']} steps, {total['num_tokens']} tokens, {total['train_s']:.0f} s"
+    if total["num_rounds"] == 1:
+        return sums
+    steps = " + ".join(str(row["num_steps"]) for row in rounds)
+    text = sums if len(rounds) == 1 else f"{steps} = {sums}"
+    if total["num_rounds_unread"]:
+        return f"{text} in the last {len(rounds)} of its rounds; those before are deleted"
+    return f"{len(rounds)} rounds of {text}"
+
+
+def named(model: Mapping[str, Any]) -> str:
+    """A model in a line: what it is, how its weights were held, where its revision begins."""
+    revision = model["revision"] and model["revision"][:_REVISION_CHARS]
+    parts = [part for part in (how_held(model), revision) if part]
+    return f"{model['model']} ({', '.join(parts)})" if parts else str(model["model"])
 
 
 def training_points(report: Mapping[str, Any]) -> list[tuple[int, float, float]]:
@@ -233,11 +262,38 @@ _FORMATS: dict[str, Callable[[float | None], str]] = {
 
 
 def estimate(value: Mapping[str, Any] | None, unit: str = "percent") -> str:
-    """A value and its interval: 73.1% [70.2, 75.9]; the unit is written once."""
+    """A value and its interval: 73.1% [70.2, 75.9]; the unit is written once.
+
+    An asterisk behind the interval says that it is over too few prompts, see ``few_notes``.
+    """
     if value is None or value["value"] is None:
         return MISSING
     text = estimate_value(value, unit)
-    return text if value["low"] is None else f"{text} [{estimate_range(value, unit, ', ')}]"
+    if value["low"] is None:
+        return text
+    mark = FEW_MARK if few_prompts(value["num_prompts"]) else ""
+    return f"{text} [{estimate_range(value, unit, ', ')}]{mark}"
+
+
+def few_notes(texts: Sequence[str]) -> list[str]:
+    """What the mark means, where one of the texts has it."""
+    return [FEW_NOTE] if any(text.endswith(FEW_MARK) for text in texts) else []
+
+
+def _figures_of_few(report: Mapping[str, Any]) -> set[str]:
+    """The figures in which an interval is over too few prompts to be relied on."""
+    cells = report["cells"]
+    pooled = [cell for cell in cells if cell["task"] is None]
+    shown = {
+        "task": [cell["analytic_acceptance_rate"] for cell in cells],
+        "position": [value for cell in pooled for value in cell["acceptance_by_position"]],
+        "depth": [run["speedup"] for run in report["timing"].get("runs", [])],
+    }
+    return {
+        name
+        for name, values in shown.items()
+        if any(v["low"] is not None and few_prompts(v["num_prompts"]) for v in values)
+    }
 
 
 def estimate_range(value: Mapping[str, Any], unit: str = "percent", to: str = " to ") -> str:

@@ -58,6 +58,9 @@ def make_drafter(
 ) -> Drafter | None:
     """What drafts: nothing (None), a drafter as it is, one by its name, or a loaded model.
 
+    A loaded model proposes the tokens that ``load_draft`` found with it; ``vocabulary_token_ids``
+    are proposed instead.
+
     Raises:
         RegistryError: no drafter has this name.
         ConfigError: the drafter of this name needs settings, or ``vocabulary_token_ids`` come with
@@ -65,7 +68,7 @@ def make_drafter(
     """
     is_model = not (draft is None or isinstance(draft, str | Drafter))
     if is_model:
-        return CausalLMDrafter(draft.model, vocabulary_token_ids=vocabulary_token_ids)
+        return CausalLMDrafter.of(draft, vocabulary_token_ids=vocabulary_token_ids)
     if vocabulary_token_ids is not None:
         found = draft if draft is None or isinstance(draft, str) else type(draft).__name__
         raise ConfigError(
@@ -159,7 +162,8 @@ def speculative_decode(
         num_draft_tokens: K, at most; ``draft_length`` may choose less from round to round.
         seed: prompt i uses seed + i, so an answer does not depend on the other prompts.
         logits_processors: (input_ids [1, T], scores [1, V]) -> scores, see ``logit_edits``.
-        vocabulary_token_ids: ids the draft may propose, see ``CausalLMDrafter``.
+        vocabulary_token_ids: ids the draft may propose, see ``CausalLMDrafter``. None: those it
+            was trained to propose, which ``load_draft`` found with it.
 
     Returns:
         The answers in the order of the prompts, and ``.stats`` over all of them. With ``stream``,

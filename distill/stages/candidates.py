@@ -9,13 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from distill.artifacts import Artifact
 from distill.errors import ConfigError
 from distill.initialization import ExistingConfig, InitializationConfig
 from distill.metrics import planner
 from distill.metrics.planner import VerifyCost
 from distill.models import LoadedModel, ModelConfig, ModelShape, has_weights_here, read_shape
-from distill.stages.estimate import WEIGHT_BYTES, body_parameters, started_shape
+from distill.stages.plan_shapes import WEIGHT_BYTES, ShapeOf, body_parameters, started_shape
 from distill.stages.run_config import RunConfig
+from distill.stages.speed_plan import MeasuredCosts, measured_costs
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,9 +33,8 @@ class Candidate:
     """A start, the shape it gives, and what the speed model says of it.
 
     ``draft_cost_ratio`` is measured, or, where ``draft_step_ms`` is None, the ratio of the bytes a
-    step reads. ``by_alpha``: best K
-    and speedup at each acceptance rate. ``break_even_acceptance_rate``: None if even a draft that
-    is always accepted loses.
+    step reads. ``by_alpha``: best K and speedup at each acceptance rate.
+    ``break_even_acceptance_rate``: None if even a draft that is always accepted loses.
     """
 
     kind: str
@@ -51,7 +52,8 @@ class CandidatePlan:
 
     Measured on random weights in the target's architecture: a step's cost does not depend on what
     the weights are. An existing model is measured itself, in its own architecture and dtype; one
-    whose weights are not on this machine keeps its estimate.
+    whose weights are not on this machine keeps its estimate. Where the run has been measured, its
+    own draft has the cost that was found then, and the others the target's.
     """
 
     is_measured: bool
@@ -69,8 +71,16 @@ class CandidatePlan:
         return content
 
 
-def plan_candidates(config: RunConfig, *, measure: bool = False) -> CandidatePlan:
+def plan_candidates(
+    config: RunConfig,
+    shape_of: ShapeOf = read_shape,
+    *,
+    measured: Artifact | None = None,
+    measure: bool = False,
+) -> CandidatePlan:
     """Compare the draft's own start with those of ``candidates``.
+
+    ``measured`` is the run's own measurement, if there is one.
 
     With ``measure``, and the target's weights on this machine, steps of the target and of a random
     model of each shape are timed (seconds, once the target is loaded). Nothing is downloaded.
@@ -78,13 +88,15 @@ def plan_candidates(config: RunConfig, *, measure: bool = False) -> CandidatePla
     Raises:
         ConfigError: a start that does not fit the target.
     """
-    target = read_shape(config.target)
+    target = shape_of(config.target)
     if target is None:
         return CandidatePlan(False, "shape of the target unknown: set target.shape")
     starts: list[InitializationConfig] = [config.distill.initialization, *config.candidates]
-    shapes = [_shape_of(start, target) for start in starts]
+    shapes = [_started_shape(start, target, shape_of) for start in starts]
     if measure and has_weights_here(config.target):
         return _measured(config, starts, shapes)
+    if costs := measured_costs(measured):
+        return _as_measured(config, starts, shapes, target, costs)
     note = "c by the bytes a step reads, v(n) = 1"
     if measure:
         note += "; nothing is measured, since the target's weights are not on this machine"
@@ -105,8 +117,48 @@ def plan_candidates(config: RunConfig, *, measure: bool = False) -> CandidatePla
     )
 
 
-def _shape_of(start: InitializationConfig, target: ModelShape) -> ModelShape:
-    shape = started_shape(start, target)
+def _as_measured(
+    config: RunConfig,
+    starts: Sequence[InitializationConfig],
+    shapes: Sequence[ModelShape],
+    target: ModelShape,
+    costs: MeasuredCosts,
+) -> CandidatePlan:
+    """The config's own draft as the run's measurement found it; the others by bytes beside it."""
+    cost_ratio, verify = costs.by_batch_size[1]
+    estimated = [
+        _estimated_cost(config, start, shape, target)
+        for start, shape in zip(starts, shapes, strict=True)
+    ]
+    note = "c of the config's own draft and v(n) as the measure stage found them at batch 1"
+    if len(starts) > 1:
+        note += "; ~: by the bytes a step reads"
+    return CandidatePlan(
+        is_measured=True,
+        note=note,
+        target_step_ms=costs.target_step_ms,
+        verify_cost_ratio=verify,
+        conditions=costs.conditions,
+        candidates=[
+            _candidate(
+                config,
+                start,
+                shape,
+                by_bytes if index else cost_ratio,
+                planner.interpolate(verify),
+                None if index else costs.draft_step_ms,
+            )
+            for index, (start, shape, by_bytes) in enumerate(
+                zip(starts, shapes, estimated, strict=True)
+            )
+        ],
+    )
+
+
+def _started_shape(
+    start: InitializationConfig, target: ModelShape, shape_of: ShapeOf
+) -> ModelShape:
+    shape = started_shape(start, target, shape_of)
     if shape is None:
         assert isinstance(start, ExistingConfig)
         raise ConfigError(
@@ -226,6 +278,7 @@ def _draft(
     if not has_weights_here(start.model):
         return None
     draft = load_target(start.model)
+    draft.vocabulary = None  # as a training from it: the config alone says what it may propose
     if draft.shape.vocab_size != shape.vocab_size:
         resize_rows(draft, shape.vocab_size)
     draft.model.to(target.device)

@@ -35,7 +35,7 @@ from pydantic import model_validator
 
 from distill.artifacts import Artifact, ArtifactKey, ArtifactStore, atomic_write
 from distill.config import setting
-from distill.errors import ArtifactError, ConfigError
+from distill.errors import ArtifactError
 from distill.initialization import (
     ExistingConfig,
     InitializationConfig,
@@ -51,14 +51,17 @@ from distill.initialization import (
 from distill.lineage import check_same_quantization, check_same_target, fingerprints_of
 from distill.losses.head import head_of
 from distill.models import (
+    DraftVocabulary,
     LoadedModel,
     ModelConfig,
     load_draft,
     load_target,
     model_revision,
     save_model,
+    write_vocabulary,
 )
 from distill.models.quantization import quantize_model
+from distill.stages.distill_checks import check_before_building, check_tables
 from distill.stages.distill_run import Asked, Live, run_training
 from distill.stages.distill_sources import (
     check_heads,
@@ -75,13 +78,8 @@ from distill.training.mixture import check_mixable, mix_rollouts
 from distill.training.processes import device_of_rank
 from distill.training.run import TrainingData, TrainingResult
 from distill.training.trackers import require_package
-from distill.training.trl_engine import check_for_trl
-from distill.training.vocabulary import (
-    DraftVocabulary,
-    choose_vocabulary,
-    read_vocabulary,
-    write_vocabulary,
-)
+from distill.training.trl_engine import check_for_trl, check_settings_for_trl
+from distill.training.vocabulary import choose_vocabulary
 
 __all__ = [
     "CODE_VERSION",
@@ -91,9 +89,9 @@ __all__ = [
     "PrunedConfig",
     "ScratchConfig",
     "build_undistilled",
+    "check_before_building",
     "distill_draft",
     "distill_key",
-    "read_vocabulary",
 ]
 
 logger = logging.getLogger(__name__)
@@ -117,6 +115,8 @@ class DistillConfig(TrainingConfig):
     def _check_losses(self) -> DistillConfig:
         if self.vocabulary_size is not None:
             self.check_for_subset()
+        if self.engine == "trl":
+            check_settings_for_trl(self, vocabulary_size=self.vocabulary_size)
         return self
 
 
@@ -156,7 +156,8 @@ def distill_draft(
     text; with ``inputs["distill"]`` the draft starts as that training left it.
 
     Raises:
-        ArtifactError: ``inputs["generate"]`` is missing, of another stage or another target's.
+        ArtifactError: ``inputs["generate"]`` is missing, of another stage or another target's, or
+            text in ``inputs`` was scored with the target's weights held in another way.
         ConfigError: settings that do not fit the target or the answers, such as a loss that
             cannot be taken from what generate kept of the target.
         PairMismatchError: an existing draft that reads token ids differently from the target.
@@ -180,6 +181,9 @@ def distill_draft(
             revision=key.parts["revisions"]["target"],
         )
     if "rollouts" in inputs:
+        check_same_quantization(
+            inputs["rollouts"], name="rollouts", quantize=config.target.quantize
+        )
         check_mixable(generated)
     if config.engine == "trl":
         check_for_trl(
@@ -225,30 +229,8 @@ def _start(
 
 
 def _initialize(config: DistillConfig, target: LoadedModel, samples: Samples) -> Start:
-    _check_tables(config, target)
+    check_tables(config, target.shape)
     return start_draft(config.initialization, target, seed=config.seed, samples=samples)
-
-
-def _check_tables(config: DistillConfig, target: LoadedModel) -> None:
-    start = config.initialization
-    if not isinstance(start, ScratchConfig) or start.tables_for(target.shape) != "random":
-        return
-    untrained = [
-        name
-        for name, is_trained in (
-            ("embedding", config.trains_embedding),
-            ("head", config.trains_head),
-        )
-        if not is_trained
-    ]
-    if untrained:
-        raise ConfigError(
-            f"distill.train_embeddings is {str(config.train_embeddings).lower()}, but the draft's "
-            f"{' and '.join(untrained)} would be random: its width is "
-            f"{start.hidden_size or target.shape.hidden_size}, the target's "
-            f"{target.shape.hidden_size}. Set train_embeddings: true, or initialization.embeddings "
-            f"to copied (equal widths) or projected (a smaller one)."
-        )
 
 
 @dataclass(frozen=True)

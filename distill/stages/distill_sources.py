@@ -12,13 +12,12 @@ from typing import Any
 from distill.artifacts import Artifact
 from distill.errors import ConfigError
 from distill.losses import Head, HiddenLoss
-from distill.models import LoadedModel, ModelConfig, load_target
+from distill.models import DraftVocabulary, LoadedModel, ModelConfig, load_target
 from distill.target_store.config import StoreKind, knowledge_of
 from distill.target_store.files import kind_in
 from distill.training.config import TrainingConfig
 from distill.training.data import TargetFiles, TargetSource
 from distill.training.live_target import LiveTarget
-from distill.training.vocabulary import DraftVocabulary
 from distill.vocab import check_pair
 
 logger = logging.getLogger(__name__)

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from distill.artifacts import ArtifactKey
 from distill.corpus import is_local, read_corpus, stated_size
 from distill.held_out import reporting_half
-from distill.initialization import ExistingConfig, InitializationConfig
-from distill.models import ModelConfig, ModelShape, read_shape
+from distill.initialization import ExistingConfig
+from distill.models import ModelShape, read_shape
 from distill.stages.distill_sources import needs_target
-from distill.stages.estimate_table import estimate_table, size_text
+from distill.stages.estimate_table import size_text
 from distill.stages.generate_size import (
     CHARACTERS_PER_TOKEN,
     TABLE_BYTES_PER_TOKEN,
@@ -24,11 +26,20 @@ from distill.stages.generate_size import (
     size_of_prompt,
     total,
 )
+from distill.stages.plan_shapes import (
+    WEIGHT_BYTES,
+    ShapeOf,
+    body_parameters,
+    draft_shape,
+    weight_bytes,
+)
 from distill.stages.run_config import HardwareConfig, RunConfig
 from distill.target_store.config import bytes_per_token, kind_of
 
-WEIGHT_BYTES = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4}
 _STATE_BYTES = 2
+LATER_ROUND = "distill, later round"
+"""The estimate of the trainings that follow the first, on what the draft wrote itself."""
+
 # float32 weights, gradients, two AdamW moments and the best weights so far.
 _TRAINING_BYTES_PER_PARAMETER = 20
 # A state is float32 weights and two moments (12 bytes), beside it lie the best weights (4); while
@@ -43,6 +54,9 @@ class StageEstimate:
     """Upper estimates of one stage; None where a model's shape is not known.
 
     ``num_tokens`` counts the tokens emitted (generate, measure) or trained on (distill).
+    ``memory_bytes`` is of the device that computes: weights, gradients, keys and values.
+    ``mapped_bytes`` is of main memory, for files that are mapped into it: the system drops pages it
+    has no room for, and reads them again.
     """
 
     num_tokens: int
@@ -50,6 +64,7 @@ class StageEstimate:
     memory_bytes: int | None
     duration_s: float | None
     note: str = ""
+    mapped_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as a JSON-able dictionary."""
@@ -65,41 +80,43 @@ class _Prompts:
     num_written_tokens: int = 0  # by the target itself, as prompts
 
 
-def estimate_run(config: RunConfig) -> dict[str, StageEstimate]:
-    """Estimate every stage from shapes alone.
+def estimate_run(config: RunConfig, shape_of: ShapeOf = read_shape) -> dict[str, StageEstimate]:
+    """Estimate every stage from shapes alone; see ``estimate_of`` for the steps of a pipeline.
 
     Tokens are upper bounds: every answer is taken to reach ``max_new_tokens``. Time is the larger
-    of arithmetic and weight traffic at ``hardware.utilization`` of the stated peaks.
+    of arithmetic and weight traffic at ``hardware.utilization`` of the stated peaks. A stage that
+    needs more than ``hardware.memory_bytes`` says so in its note.
     """
-    target = read_shape(config.target)
-    draft = draft_shape(config, target)
+    target = shape_of(config.target)
+    draft = draft_shape(config, target, shape_of)
     prompts = _prompts(config)
-    return {
+    found = {
         "generate": _generate(config, target, prompts),
-        "distill": _distill(config, target, draft, prompts),
+        "distill": _distill(config, target, draft, prompts, shape_of),
+        LATER_ROUND: _distill(_later_round(config), target, draft, prompts, shape_of),
         "rollouts": _rollouts(config, target, draft),
         "measure": _measure(config, target, draft, prompts),
         "export": _export(config, draft),
     }
+    return {name: _with_warning(one, config.hardware) for name, one in found.items()}
 
 
-def draft_shape(config: RunConfig, target: ModelShape | None) -> ModelShape | None:
-    """The shape the draft will have, or None where it follows from an unknown one."""
-    return started_shape(config.distill.initialization, target)
+def estimate_of(estimates: Mapping[str, StageEstimate], key: ArtifactKey) -> StageEstimate:
+    """The estimate of one step of a pipeline: a training on rollouts has a length of its own."""
+    is_later = key.stage == "distill" and "rollouts" in key.parts["inputs"]
+    return estimates[LATER_ROUND if is_later else key.stage]
 
 
-def started_shape(start: InitializationConfig, target: ModelShape | None) -> ModelShape | None:
-    """The shape of a draft that starts so, or None where it follows from an unknown one."""
-    if isinstance(start, ExistingConfig):
-        own = read_shape(start.model)
-        return None if own is None else start.shape_from(own, target)
-    return None if target is None else start.shape_from(target)
+def _later_round(config: RunConfig) -> RunConfig:
+    steps = {"max_steps": config.rollouts.steps_per_round}
+    return config.model_copy(update={"distill": config.distill.model_copy(update=steps)})
 
 
-def body_parameters(shape: ModelShape) -> int:
-    """The weights of the layers and norms: all but embedding and head."""
-    num_tables = 1 if shape.tie_word_embeddings else 2
-    return shape.num_parameters - num_tables * shape.vocab_size * shape.hidden_size
+def _with_warning(estimate: StageEstimate, hardware: HardwareConfig) -> StageEstimate:
+    if estimate.memory_bytes is None or estimate.memory_bytes <= hardware.memory_bytes:
+        return estimate
+    warning = f"MORE than hardware.memory_bytes, {size_text(hardware.memory_bytes)}"
+    return replace(estimate, note="; ".join(filter(None, (warning, estimate.note))))
 
 
 def _prompts(config: RunConfig) -> _Prompts:
@@ -129,14 +146,10 @@ def _prompts(config: RunConfig) -> _Prompts:
     return _Prompts(len(prompts), num_reported, answers, "")
 
 
-def _weights(config: ModelConfig, shape: ModelShape) -> int:
-    return shape.num_parameters * WEIGHT_BYTES[config.dtype]
-
-
 def _draft_weights(config: RunConfig, draft: ModelShape) -> int:
     """Bytes of the draft as it is saved: in its own dtype if it existed, else in the target's."""
     start = config.distill.initialization
-    return _weights(start.model if isinstance(start, ExistingConfig) else config.target, draft)
+    return weight_bytes(start.model if isinstance(start, ExistingConfig) else config.target, draft)
 
 
 def _cache_bytes_per_token(shape: ModelShape) -> int:
@@ -145,11 +158,11 @@ def _cache_bytes_per_token(shape: ModelShape) -> int:
 
 
 def _decode_s(
-    shape: ModelShape, weight_bytes: int, rows: int, num_tokens: int, hardware: HardwareConfig
+    shape: ModelShape, read_bytes: int, rows: int, num_tokens: int, hardware: HardwareConfig
 ) -> float:
     """Seconds for ``num_tokens`` decoded ``rows`` at a time: compute- or bandwidth-bound."""
     arithmetic = rows * 2 * shape.num_parameters / (hardware.peak_flops * hardware.utilization)
-    traffic = weight_bytes / (hardware.memory_bandwidth * hardware.utilization)
+    traffic = read_bytes / (hardware.memory_bandwidth * hardware.utilization)
     return num_tokens / rows * max(arithmetic, traffic)
 
 
@@ -192,7 +205,7 @@ def _generate(config: RunConfig, shape: ModelShape | None, prompts: _Prompts) ->
     num_tokens = answers.num_new_tokens + written
     if shape is None:
         return StageEstimate(num_tokens, None, None, None, _unknown("target"))
-    weights = _weights(config.target, shape)
+    weights = weight_bytes(config.target, shape)
     context = settings.max_new_tokens + answers.num_prompt_tokens // max(1, answers.num_answers)
     cache = settings.batch_size * context * _cache_bytes_per_token(shape)
     flops = 2.0 * shape.num_parameters * answers.num_prompt_tokens
@@ -210,7 +223,11 @@ def _generate(config: RunConfig, shape: ModelShape | None, prompts: _Prompts) ->
 
 
 def _distill(
-    config: RunConfig, target: ModelShape | None, draft: ModelShape | None, prompts: _Prompts
+    config: RunConfig,
+    target: ModelShape | None,
+    draft: ModelShape | None,
+    prompts: _Prompts,
+    shape_of: ShapeOf,
 ) -> StageEstimate:
     settings = config.distill
     num_tokens = settings.max_steps * settings.batch_tokens
@@ -231,21 +248,20 @@ def _distill(
     kind = kind_of(config.generate.target_store)
     if kind == "none":
         flops += 2.0 * target.num_parameters * read
-    reference, reference_bytes = _reference(config, draft)
+    reference, reference_bytes = _reference(config, draft, shape_of)
     if reference is None:
         return StageEstimate(num_tokens, None, None, None, _unknown("reference"))
     # Where tokens are chosen, draft and reference read the step once more, forward only.
     theirs = body_parameters(reference) * read + head_rows * reference.hidden_size
     flops += _selecting_share(config) * 2.0 * (ours + theirs)
     hardware = config.hardware
-    whole = _weights(config.target, target)
+    whole = weight_bytes(config.target, target)
     head = target.vocab_size * target.hidden_size * WEIGHT_BYTES[config.target.dtype]
     training = (
         (whole if needs_target(settings, kind) else head)
         + reference_bytes
         + 4 * (draft.num_parameters - trained)
         + trained * _TRAINING_BYTES_PER_PARAMETER
-        + _states_bytes(config, target, prompts)
     )
     return StageEstimate(
         num_tokens=num_tokens,
@@ -254,6 +270,7 @@ def _distill(
         memory_bytes=max(whole + _draft_weights(config, draft), training),
         duration_s=num_tokens * flops / (hardware.peak_flops * hardware.utilization),
         note=prompts.note,
+        mapped_bytes=_states_bytes(config, target, prompts),
     )
 
 
@@ -262,7 +279,9 @@ def _selecting_share(config: RunConfig) -> float:
     return sum(phase.fraction for phase in config.distill.phases if phase.keep_fraction < 1)
 
 
-def _reference(config: RunConfig, draft: ModelShape) -> tuple[ModelShape | None, int]:
+def _reference(
+    config: RunConfig, draft: ModelShape, shape_of: ShapeOf
+) -> tuple[ModelShape | None, int]:
     """The reference's shape and bytes: a model, or a copy of the draft as it starts.
 
     Bytes are 0 where nothing is chosen; the shape is None where a named model's is not known.
@@ -272,8 +291,8 @@ def _reference(config: RunConfig, draft: ModelShape) -> tuple[ModelShape | None,
         return draft, 0
     if settings.reference is None:
         return draft, _draft_weights(config, draft)
-    shape = read_shape(settings.reference)
-    return shape, 0 if shape is None else _weights(settings.reference, shape)
+    shape = shape_of(settings.reference)
+    return shape, 0 if shape is None else weight_bytes(settings.reference, shape)
 
 
 def _rollouts(
@@ -284,7 +303,7 @@ def _rollouts(
     num_tokens = settings.num_prompts * settings.max_new_tokens
     if target is None or draft is None:
         return StageEstimate(num_tokens, None, None, None, _unknown("target or draft"))
-    weights, drafts = _weights(config.target, target), _draft_weights(config, draft)
+    weights, drafts = weight_bytes(config.target, target), _draft_weights(config, draft)
     state_bytes = _STATE_BYTES * target.hidden_size + 4 + TABLE_BYTES_PER_TOKEN
     context = settings.max_new_tokens + _PROMPT_TOKENS
     flops = 2.0 * target.num_parameters * settings.num_prompts * context
@@ -316,7 +335,7 @@ def _measure(
     num_tokens += timed
     if target is None or draft is None:
         return StageEstimate(num_tokens, None, None, None, _unknown("target or draft"))
-    weights = _weights(config.target, target)
+    weights = weight_bytes(config.target, target)
     hardware = config.hardware
     batched = _decode_s(target, weights, settings.batch_size, num_tokens - timed, hardware)
     return StageEstimate(
@@ -339,14 +358,3 @@ def _export(config: RunConfig, draft: ModelShape | None) -> StageEstimate:
 
 def _unknown(which: str) -> str:
     return f"shape of the {which} unknown: its config.json cannot be read; set `shape:`"
-
-
-__all__ = [
-    "WEIGHT_BYTES",
-    "StageEstimate",
-    "body_parameters",
-    "draft_shape",
-    "estimate_run",
-    "estimate_table",
-    "started_shape",
-]

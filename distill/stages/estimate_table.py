@@ -19,8 +19,9 @@ def estimate_table(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> Tabl
     from rich.table import Table
 
     table = Table(title=f"plan of {config.name} on: {config.hardware.name}", title_justify="left")
-    for column in ("stage", "fingerprint", "state", "tokens", "disk", "memory", "time", "note"):
-        is_number = column in ("tokens", "disk", "memory", "time")
+    numbers = ("tokens", "disk", "memory", "mapped", "time")
+    for column in ("stage", "fingerprint", "state", *numbers, "note"):
+        is_number = column in numbers
         table.add_column(column, justify="right" if is_number else "left", no_wrap=column != "note")
     for row in rows:
         table.add_row(
@@ -30,6 +31,7 @@ def estimate_table(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> Tabl
             f"{row['num_tokens']:,}",
             size_text(row["disk_bytes"]),
             size_text(row["memory_bytes"]),
+            size_text(row["mapped_bytes"]) if row["mapped_bytes"] else "",
             _time(row["duration_s"]),
             row["note"] or row["miss"] or "",
         )
@@ -40,7 +42,8 @@ def estimate_table(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> Tabl
     table.caption = (
         f"to do: {sum(row['num_tokens'] for row in todo):,} tokens, "
         f"{size_text(_total(todo, 'disk_bytes'))} of disk, {_time(_total(todo, 'duration_s'))}; "
-        "upper estimates, from shapes and the config's `hardware`"
+        "upper estimates, from shapes and the config's `hardware`; memory: of the device that "
+        "computes; mapped: files in main memory, whose pages the system may drop"
         + (doubt if any(row["is_provisional"] for row in rows) else "")
     )
     return table

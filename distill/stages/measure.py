@@ -41,14 +41,15 @@ from distill.lineage import check_same_quantization, check_same_target, fingerpr
 from distill.metrics import self_tests, summary
 from distill.metrics.summary import PromptRecord
 from distill.metrics.verdict import DISTILLED, UNDISTILLED, decide
-from distill.models import LoadedModel, load_draft, load_target, model_revision
-from distill.stages.distill_draft import DistillConfig, build_undistilled, read_vocabulary
+from distill.models import LoadedModel, load_draft, load_target, model_revision, read_shape
+from distill.stages.distill_draft import DistillConfig, build_undistilled
 from distill.stages.measure_audit import Answers, Audited, compare_greedy
 from distill.stages.measure_config import GIVEN_DRAFT, GateConfig, MeasureConfig, TimingConfig
 from distill.stages.measure_diagnosis import diagnose_draft, examples
 from distill.stages.measure_pair import beside, check_lengths, corpus_prompts, load_contestant
 from distill.stages.measure_runs import Contestant, HeldOutPrompt, read_held_out
-from distill.stages.measure_timing import time_pair
+from distill.stages.measure_sizes import check_before_measuring
+from distill.stages.measure_timing import check_timed, time_pair
 from distill.stages.measure_units import Bench, Scored, Units
 from distill.vocab import check_pair
 
@@ -57,12 +58,13 @@ __all__ = [
     "GateConfig",
     "MeasureConfig",
     "TimingConfig",
+    "check_before_measuring",
     "measure_acceptance",
     "measure_key",
 ]
 
 STAGE = "measure"
-CODE_VERSION = 4
+CODE_VERSION = 5
 INPUTS = ("distill", "generate")
 SCHEMA_VERSION = 2
 
@@ -84,7 +86,10 @@ def measure_key(
     if sorted(inputs) != expected:
         wanted = "two artifacts, 'generate' and 'distill'"
         if not expected:
-            wanted = "no artifact, because measure.draft names a draft that exists"
+            wanted = (
+                "no artifact, because measure.draft names a draft that exists (to measure one that "
+                "was trained here, remove measure.draft and measure.corpus)"
+            )
         raise ArtifactError(
             f"measure reads {wanted}, but was given: {', '.join(inputs) or 'none'}."
         )
@@ -112,6 +117,8 @@ def measure_acceptance(
 
     Raises:
         ArtifactError: an input is missing, of another stage, or made with another target.
+        ConfigError: the settings ask for what the target's sizes do not allow.
+        ContextLengthError: the target's context has room for no prompt and an answer.
         CorpusError: no held-out prompt was answered.
         PairMismatchError: target and draft do not share a vocabulary.
     """
@@ -137,9 +144,11 @@ def _build(
     config: MeasureConfig, inputs: Mapping[str, Artifact], directory: Path
 ) -> dict[str, Any]:
     started = time.perf_counter()
+    check_before_measuring(config, read_shape(config.target))
     askable = _prompts(config, inputs)
     target = load_target(config.target)
     prompts = check_lengths(askable, target, config.max_new_tokens)
+    timed = check_timed(prompts, target, config.timing)
     contestants = _contestants(config, inputs, target)
     bench = Bench(
         target=target,
@@ -165,7 +174,7 @@ def _build(
         timing = time_pair(
             target,
             contestants,
-            prompts,
+            timed,
             content["cells"],
             temperatures=config.temperatures,
             config=config.timing,
@@ -254,17 +263,15 @@ def _contestants(
     # As serve loads it: another precision would be another draft, faster or slower, right or wrong.
     draft = load_draft(distilled, dtype=config.target.dtype, device=config.target.device)
     check_pair(target.tokenizer, target.shape, draft.tokenizer, draft.shape)
-    vocabulary = read_vocabulary(distilled)
-    # The same subset for both, so that what differs is the training and not the head.
-    token_ids = None if vocabulary is None else vocabulary.token_ids
-    contestants = [Contestant(DISTILLED, draft, token_ids)]
+    contestants = [Contestant(DISTILLED, draft)]
     if config.undistilled:
         # Fields outside the fingerprint cannot change the draft, so their defaults will do.
         settings = {**distilled.manifest.config, "target": config.target}
         undistilled = build_undistilled(DistillConfig.model_validate(settings), inputs)
         # The device alone: .to(dtype) would round the rotary frequencies, which stay float32.
         undistilled.model.to(draft.device)
-        contestants.append(Contestant(UNDISTILLED, undistilled, token_ids))
+        # The same subset for both, so that what differs is the training and not the head.
+        contestants.append(Contestant(UNDISTILLED, undistilled, draft.vocabulary_token_ids))
     return [*contestants, *beside(config, target)]
 
 
@@ -278,6 +285,7 @@ def _write_records(
             "prompt_id": r.prompt_id,
             "task": r.task,
             **r.counts,
+            "num_draftable_calls": r.num_draftable_calls,
             "num_positions": r.num_positions,
             **{f"analytic_{rule}": value for rule, value in r.acceptance_sums.items()},
             "token_ids": token_ids,

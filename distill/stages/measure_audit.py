@@ -59,8 +59,10 @@ def compare_greedy(
 ) -> dict[str, Any]:
     """Every draft's greedy answers against the target's plain ones; zeros without greedy ones.
 
-    The counts are those of ``draft``, the judged one; ``by_draft`` has everybody's. ``decoded`` is
-    what the drafts had, for ``prompts`` in that order. Each divergence has its position, the margin
+    An answer in which no draft token was tested is plain decoding beside itself: it is compared
+    with nothing, and counts only if it differs all the same. The counts are those of ``draft``, the
+    judged one; ``by_draft`` has everybody's with a greedy answer. ``decoded`` is what the drafts
+    had, for ``prompts`` in that order. Each divergence has its position, the margin
     of the two tokens and a ``cause``: "tie"; "numerics" when passes of the same width over the same
     batch change that answer beyond a tie even with every draft rejected by force; "logic".
     """
@@ -71,7 +73,7 @@ def compare_greedy(
     for record, speculative in zip(records, emitted, strict=True):
         if record.temperature != 0.0:
             continue
-        compared[record.draft] += 1
+        compared[record.draft] += record.counts["num_tested"] > 0
         plain = answers[0.0, record.prompt_id]
         find = functools.partial(
             runs.find_divergence,
@@ -83,6 +85,7 @@ def compare_greedy(
         found = find(speculative)
         if found is None:
             continue
+        compared[record.draft] += record.counts["num_tested"] == 0
         cause = "tie"
         if not found["is_tie"]:
             also = find(controls.answer(record.prompt_id))
@@ -242,7 +245,10 @@ def _drawn_pairs(
     number: int,
     seed: int,
 ) -> list[tuple[int, int]]:
-    """The first two tokens of seeded continuations by speculative decoding."""
+    """The first two tokens of seeded continuations by speculative decoding.
+
+    None where not one draft token was tested: what was decoded plainly is no test.
+    """
     budget = _LAW_DRAFT_TOKENS + 1
     engine = runs.make_engine(
         target,
@@ -256,8 +262,7 @@ def _drawn_pairs(
         DecodeRequest(context, budget, sampling, stable_seed(seed, index), frozenset())
         for index in range(number)
     ]
-    found = []
-    for result in decode_batch(engine, requests):
-        first, second = result.token_ids[:2]
-        found.append((first, second))
-    return found
+    results = decode_batch(engine, requests)
+    if not results.stats.num_tested:
+        return []
+    return [(result.token_ids[0], result.token_ids[1]) for result in results]

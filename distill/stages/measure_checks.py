@@ -8,6 +8,7 @@ Shape suffixes: N flat positions, T positions of a text, V vocabulary, B rows, K
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def check_models(
     logits = completion_logits(target, texts) if texts else []
     tests: list[SelfTest] = []
     if logits:
-        itself = Contestant("target", target)
+        itself = _itself(target)
         target_NV = torch.cat(logits)
         drawn = draw(target, itself, texts, [len(one) for one in logits], sampling)
         bounds = _bounds(target.dtype, target_NV)
@@ -90,6 +91,11 @@ def check_models(
             tests.append(_neutral_draft(target, draft, texts, logits, sampling))
     tests.append(_self_draft(target, prompts[:_NUM_PROMPTS], sampling, seed=seed))
     return [test.to_dict() for test in tests]
+
+
+def _itself(target: LoadedModel) -> Contestant:
+    """The target as its own draft: it proposes whatever it emits, as no shipped draft may."""
+    return Contestant("target", replace(target, vocabulary=None))
 
 
 def _neutral_draft(
@@ -174,7 +180,7 @@ def _self_draft(
     """The target drafts for itself, through the real loop."""
     results = runs.decode(
         target,
-        Contestant("target", target),
+        _itself(target),
         prompts,
         sampling,
         num_draft_tokens=_DRAFT_TOKENS,

@@ -6,6 +6,7 @@ Refuses to know how anything is measured.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import model_validator
@@ -26,7 +27,42 @@ PLAIN = "plain"
 MIN_LAW_SAMPLES = 32
 """Two contexts of 16 draws each: with fewer hardly a cell is expected often enough to be tested."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Names stand in tables and in the names of files, which may not be as long as one likes."""
+
+
+def check_temperatures(temperatures: Sequence[float]) -> None:
+    """Refuse a list that measures one thing twice, or what no distribution has."""
+    if len(set(temperatures)) < len(temperatures) or min(temperatures) < 0:
+        raise ConfigError(f"temperatures {list(temperatures)}: each once, and none below 0.")
+
+
+def check_depth(num_draft_tokens: int, max_new_tokens: int, *, name: str) -> None:
+    """Refuse more draft tokens than an answer has room for: the last token is the target's own."""
+    if num_draft_tokens >= max_new_tokens:
+        raise ConfigError(
+            f"{name} is {num_draft_tokens} and max_new_tokens {max_new_tokens}: the last token of "
+            f"an answer is the target's own, so at most {max_new_tokens - 1} can be drafted. Lower "
+            f"{name}, or raise max_new_tokens to {num_draft_tokens + 1} or more."
+        )
+
+
+def measured_whole(corpus: Any, *, name: str) -> Any:
+    """The settings of a corpus that nothing is trained on: no part of it is held out.
+
+    Raises:
+        ConfigError: a part is asked for; it would change nothing.
+    """
+    key, is_read = "held_out_fraction", isinstance(corpus, CorpusConfig)
+    if not is_read and not isinstance(corpus, Mapping):
+        return corpus
+    own = corpus.model_dump(include={key}, exclude_unset=True) if is_read else corpus
+    if own.get(key, 0):
+        raise ConfigError(
+            f"{name}.{key} is {own[key]}, but nothing is trained on these prompts, so all of them "
+            "are measured on. Remove it; to measure on fewer, set max_prompts_per_task."
+        )
+    return corpus.model_copy(update={key: 0.0}) if is_read else {**corpus, key: own.get(key, 0.0)}
 
 
 class TimingConfig(Config):
@@ -52,6 +88,12 @@ class TimingConfig(Config):
                 f"batch_sizes {list(self.batch_sizes)}: batch 1 is always measured; list sizes of "
                 "2 and more"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_depth(self) -> TimingConfig:
+        if self.enabled:
+            check_depth(self.max_draft_tokens, self.max_new_tokens, name="max_draft_tokens")
         return self
 
 
@@ -89,7 +131,9 @@ class MeasureConfig(Config):
     )
     batch_size: int = setting(32, ge=1, description="prompts decoded together: the unit of resume")
     undistilled: bool = setting(
-        True, description="also measure the draft as it was before training"
+        True,
+        description="also measure the draft as it was before training; with draft: false, for "
+        "there is none",
     )
     prompt_lookup: bool = setting(True, description="also measure drafting by copying")
     early_exit: tuple[int, ...] = setting(
@@ -110,12 +154,27 @@ class MeasureConfig(Config):
     )
     timing: TimingConfig = TimingConfig()
 
-    @model_validator(mode="after")
-    def _check_temperatures(self) -> MeasureConfig:
-        if len(set(self.temperatures)) < len(self.temperatures) or min(self.temperatures) < 0:
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_what_a_pair_has_not(cls, data: Any) -> Any:
+        """Settings that a given draft leaves without effect may not make another artifact of it."""
+        if not isinstance(data, Mapping) or data.get("draft") is None:
+            return data
+        if data.get("undistilled"):
             raise ConfigError(
-                f"temperatures {list(self.temperatures)}: each once, and none below 0."
+                "undistilled is true, but measure.draft was not trained here, so there is no draft "
+                "from before its training. Remove undistilled, or name that draft in "
+                "measure.drafts."
             )
+        filled = {**data, "undistilled": data.get("undistilled", False)}
+        if "corpus" in filled:
+            filled["corpus"] = measured_whole(filled["corpus"], name="measure.corpus")
+        return filled
+
+    @model_validator(mode="after")
+    def _check_ranges(self) -> MeasureConfig:
+        check_temperatures(self.temperatures)
+        check_depth(self.num_draft_tokens, self.max_new_tokens, name="num_draft_tokens")
         return self
 
     @model_validator(mode="after")
@@ -140,8 +199,15 @@ class MeasureConfig(Config):
             if name in taken or name.startswith("early_exit") or not _NAME.fullmatch(name):
                 raise ConfigError(
                     f"measure.drafts: {name!r} cannot be a draft's name; letters, digits, '.', '_' "
-                    f"and '-', and none of {', '.join(taken)}, early_exit."
+                    f"and '-', at most 64 of them, and none of {', '.join(taken)}, early_exit."
                 )
+        # Results lie in files by these names, and some file systems take A and a for one.
+        folded = [name.casefold() for name in self.drafts]
+        if len(set(folded)) < len(folded):
+            raise ConfigError(
+                f"measure.drafts: two of {', '.join(self.drafts)} differ in upper and lower case "
+                "alone; give one another name."
+            )
         if any(n < 1 for n in self.early_exit) or len(set(self.early_exit)) < len(self.early_exit):
             raise ConfigError(
                 f"measure.early_exit {list(self.early_exit)}: numbers of layers, at least 1, each "

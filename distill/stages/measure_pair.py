@@ -5,6 +5,7 @@ Refuses to know what is counted.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from distill.corpus import CorpusConfig, prompt_token_ids, read_corpus
 from distill.errors import ConfigError, ContextLengthError, CorpusError, PairMismatchError
 from distill.metrics.verdict import PROMPT_LOOKUP
 from distill.models import LoadedModel, ModelConfig, load_target, load_tokenizer
+from distill.models.config import check_shape
 from distill.stages.measure_config import MeasureConfig
 from distill.stages.measure_runs import Contestant, HeldOutPrompt
 from distill.stages.measure_server import ServedConfig
@@ -42,7 +44,11 @@ class PairConfig(Config):
             return data
         filled = dict(data)
         section = filled.get("measure")
-        if isinstance(section, Mapping) and "target" not in section:
+        if isinstance(section, Mapping):
+            if "target" in section:
+                raise ConfigError(
+                    "measure.target is taken from the top-level target; remove it from measure"
+                )
             filled["measure"] = {**section, "target": data["target"]}
         return filled
 
@@ -53,6 +59,11 @@ class PairConfig(Config):
                 "a file for `distill measure` without training has `measure` (with draft and "
                 "corpus) or `served` (a server and a corpus), and exactly one of the two."
             )
+        if self.measure is not None and self.measure.target != self.target:
+            raise ConfigError(
+                f"measure.target is {self.measure.target}, and the top-level target "
+                f"{self.target}; a pair has one target: give both the same"
+            )
         if self.measure is not None and self.measure.draft is None:
             raise ConfigError(
                 "measure.draft is not set, and this file trains none: name a model there, and the "
@@ -61,20 +72,28 @@ class PairConfig(Config):
         return self
 
 
-def is_pair_config(path: str | Path) -> bool:
-    """Whether a file is a pair's, which trains nothing: it has no ``distill`` section.
+def sections_of(path: str | Path, overrides: Sequence[str] = ()) -> frozenset[str]:
+    """The names at the top of a file; what is overridden counts as written in it.
 
-    A file that cannot be read is taken for a run's, whose reader says what is wrong with it.
+    None of a file that cannot be read, whose reader says what is wrong with it.
     """
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return False
-    return (
-        isinstance(content, Mapping)
-        and not {"distill", "generate"} & content.keys()
-        and bool({"measure", "served"} & content.keys())
-    )
+        return frozenset()
+    if not isinstance(content, Mapping):
+        return frozenset()
+    given = (re.split(r"[.[=]", item)[0].strip() for item in overrides)
+    return frozenset(content) | frozenset(given)
+
+
+def is_pair_config(path: str | Path, overrides: Sequence[str] = ()) -> bool:
+    """Whether a file is a pair's, which trains nothing: it has no ``distill`` section.
+
+    A file that cannot be read is taken for a run's.
+    """
+    sections = sections_of(path, overrides)
+    return not {"distill", "generate"} & sections and bool({"measure", "served"} & sections)
 
 
 def load_pair_config(path: str | Path, overrides: Sequence[str] = ()) -> PairConfig:
@@ -84,6 +103,12 @@ def load_pair_config(path: str | Path, overrides: Sequence[str] = ()) -> PairCon
         ConfigError: as ``load_config``.
     """
     return mechanism.read_config(path, PairConfig, overrides)
+
+
+def dump_pair_config(config: PairConfig) -> str:
+    """YAML of the resolved config, the target once at the top; reloads to an equal object."""
+    leave_out = [] if config.measure is None else ["measure.target"]
+    return mechanism.dump_config(config, leave_out=leave_out)
 
 
 def corpus_prompts(
@@ -161,17 +186,23 @@ def load_contestant(
 ) -> Contestant:
     """A model as a draft, in the target's precision where its own is left open.
 
-    Ids must mean the same on both sides. A chat template or pad token of its own does not stop a
-    draft from proposing, only from being right: that is for the diagnosis.
+    Only where it is the target in every respect (held the same way, on the same device) is the
+    target itself used, and not loaded twice. Ids must mean the same on both sides. A chat template
+    or pad token of its own does not stop a draft from proposing, only from being right: that is for
+    the diagnosis.
 
     Raises:
+        ConfigError: it cannot be quantised, or its sizes are not those of ``config.shape``.
         PairMismatchError: the draft's token ids mean something else; says which draft.
     """
     if config.dtype == "auto":
         config = config.model_copy(update={"dtype": target_config.dtype})
     if config.device == "auto":
         config = config.model_copy(update={"device": str(target.device)})
-    if config.model == target_config.model and config.dtype == target_config.dtype:
+    # The sizes in a config are only checked: they say nothing of how a model is held.
+    known = {"device": str(target.device), "shape": config.shape}
+    if config == target_config.model_copy(update=known):
+        check_shape(config, target.shape)
         return Contestant(name, target)
     draft = load_target(config)
     try:

@@ -22,7 +22,6 @@ from distill.held_out import answered_held_out, reporting_half
 from distill.models import LoadedModel
 from distill.runtime import lossless
 from distill.runtime.decode import DecodeEngine, DecodeRequest, DecodeResult
-from distill.runtime.speculative import decode_batch
 from distill.sampling import SamplingConfig
 
 TIE_ULPS = lossless.TIE_ULPS
@@ -43,13 +42,17 @@ class Contestant:
     """A draft to measure.
 
     ``model`` is None for one without a model of its own: ``num_layers`` of the target (early exit),
-    or a lookup in the text so far.
+    or a lookup in the text so far. ``vocabulary_token_ids`` are the model's own unless given.
     """
 
     name: str
     model: LoadedModel | None = None
     vocabulary_token_ids: tuple[int, ...] | None = None
     num_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.vocabulary_token_ids is None and self.model is not None:
+            object.__setattr__(self, "vocabulary_token_ids", self.model.vocabulary_token_ids)
 
     @property
     def is_lookup(self) -> bool:
@@ -62,7 +65,17 @@ class Contestant:
             return EarlyExitDrafter(num_layers=self.num_layers)
         if self.model is None:
             return PromptLookupDrafter()
-        return CausalLMDrafter(self.model.model, vocabulary_token_ids=self.vocabulary_token_ids)
+        return CausalLMDrafter.of(self.model, vocabulary_token_ids=self.vocabulary_token_ids)
+
+
+@dataclass
+class CountedResult(DecodeResult):
+    """An answer, and how many of its target calls had room for a draft.
+
+    A call on the last token of the budget has none: that token is the target's own.
+    """
+
+    num_draftable_calls: int = 0
 
 
 def read_held_out(
@@ -131,7 +144,7 @@ def decode(
     num_draft_tokens: int,
     max_new_tokens: int,
     seed: int,
-) -> list[DecodeResult]:
+) -> list[CountedResult]:
     """Answer the prompts together; ``contestant`` None decodes plainly, in the same engine."""
     engine = make_engine(
         target,
@@ -140,13 +153,20 @@ def decode(
         max_batch_size=len(prompts),
         max_length=max(len(p.token_ids) for p in prompts) + max_new_tokens,
     )
-    return decode_batch(
-        engine,
-        [
-            request_of(target, p, sampling, max_new_tokens=max_new_tokens, seed=seed)
-            for p in prompts
-        ],
-    )
+    handles = [
+        engine.add(request_of(target, p, sampling, max_new_tokens=max_new_tokens, seed=seed))
+        for p in prompts
+    ]
+    left = dict.fromkeys(handles, max_new_tokens)
+    num_draftable = dict.fromkeys(handles, 0)
+    while engine.has_work:
+        for update in engine.step():  # one a row and target call
+            num_draftable[update.handle] += left[update.handle] > 1
+            left[update.handle] -= len(update.new_token_ids)
+    return [
+        CountedResult(**vars(engine.result(handle)), num_draftable_calls=num_draftable[handle])
+        for handle in handles
+    ]
 
 
 def make_engine(

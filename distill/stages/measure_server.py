@@ -9,8 +9,10 @@ import logging
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from pydantic import field_validator, model_validator
 
 from distill.backends.base import Unanswered, open_backend, stable_seed
 from distill.backends.settings import HttpSettings
@@ -22,6 +24,7 @@ from distill.metrics.counters import SpeculationCounters, counts_of, read_counte
 from distill.metrics.summary import PromptRecord
 from distill.models import ModelConfig
 from distill.sampling import SamplingConfig
+from distill.stages.measure_config import check_temperatures, measured_whole
 from distill.stages.measure_runs import HeldOutPrompt
 
 logger = logging.getLogger(__name__)
@@ -31,15 +34,47 @@ SERVED = "served"
 
 
 class ServedConfig(Config):
-    """A server that decodes speculatively and counts, and what it is asked."""
+    """A server that decodes speculatively and counts, and what it is asked.
 
-    server: HttpSettings
-    corpus: CorpusConfig
+    The smallest such section is ``{server: "http://host:port", corpus: {path: prompts.jsonl}}``.
+    """
+
+    server: HttpSettings = setting(
+        description="its address, http://host:port, or base_urls: [that] with further settings"
+    )
+    corpus: CorpusConfig = setting(description="the prompts, all of which are asked")
     temperatures: tuple[float, ...] = setting((0.0, 0.7, 1.0), min_length=1)
-    max_new_tokens: int = setting(96, ge=1)
-    max_prompts_per_task: int | None = setting(None, ge=1)
-    metrics_path: str = setting("/metrics", description="where the counters are, on the server")
+    max_new_tokens: int = setting(96, ge=1, description="the longest answer")
+    max_prompts_per_task: int | None = setting(
+        None, ge=1, description="prompts of each task; null: all"
+    )
+    metrics_path: str = setting(
+        "/metrics", pattern="^/", description="where the counters are, on the server"
+    )
     seed: int = setting(0, ge=0)
+
+    @field_validator("server", mode="before")
+    @classmethod
+    def _read_address(cls, server: Any) -> Any:
+        """One address is all most servers need."""
+        if isinstance(server, str):
+            return {"base_urls": [server]}
+        if not isinstance(server, Mapping | HttpSettings):
+            raise ConfigError(
+                f"a server is its address, http://host:port, or base_urls: [http://host:port] with "
+                f"further settings, and not of type {type(server).__name__}"
+            )
+        return server
+
+    @field_validator("corpus", mode="before")
+    @classmethod
+    def _ask_everything(cls, corpus: Any) -> Any:
+        return measured_whole(corpus, name="served.corpus")
+
+    @model_validator(mode="after")
+    def _check(self) -> ServedConfig:
+        check_temperatures(self.temperatures)
+        return self
 
 
 def measure_served(

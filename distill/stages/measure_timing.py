@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from distill.errors import ContextLengthError
 from distill.metrics import intervals, planner, timing
 from distill.metrics.planner_tables import (
     Rates,
@@ -20,7 +21,7 @@ from distill.metrics.planner_tables import (
     serving_depth,
     speedups_by_alpha,
 )
-from distill.metrics.sentences import few_prompts
+from distill.metrics.sentences import exact, few_prompts
 from distill.models import LoadedModel
 from distill.runtime.decode import DecodeRequest, DecodeResult
 from distill.runtime.speculative import decode_batch
@@ -37,6 +38,34 @@ DraftAt = tuple[str, float]
 
 _COST_DRAFT_TOKENS = 4
 _WIDTHS = (1, 2, 3, 4, 5, 7, 9, 12, 16)
+
+
+def check_timed(
+    prompts: Sequence[HeldOutPrompt], target: LoadedModel, config: TimingConfig
+) -> list[HeldOutPrompt]:
+    """The prompts whose timed answer the target has room for; nothing is asked of the others.
+
+    Raises:
+        ContextLengthError: it has room for none, and speed is to be measured.
+    """
+    limit = target.shape.max_position_embeddings - config.max_new_tokens
+    fitting = [prompt for prompt in prompts if len(prompt.token_ids) <= limit]
+    if config.enabled and not fitting:
+        raise ContextLengthError(
+            f"the shortest prompt has {len(prompts[0].token_ids)} tokens and "
+            f"measure.timing.max_new_tokens is {config.max_new_tokens}; the target's context is "
+            f"{target.shape.max_position_embeddings}. Lower timing.max_new_tokens, or give shorter "
+            "prompts"
+        )
+    if config.enabled and len(fitting) < len(prompts):
+        logger.warning(
+            "%d of %d prompts are not timed: with measure.timing.max_new_tokens %d they would not "
+            "fit the target's context",
+            len(prompts) - len(fitting),
+            len(prompts),
+            config.max_new_tokens,
+        )
+    return fitting
 
 
 def time_pair(
@@ -84,7 +113,9 @@ def time_pair(
         here = [plan for plan in plans if plan["temperature"] == temperature]
         depths = _depths(plans, temperature, judged=timed[0].name)
         logger.info(
-            "timing %d drafts at temperature %g against plain decoding", len(timed), temperature
+            "timing %d drafts at temperature %s against plain decoding",
+            len(timed),
+            exact(temperature),
         )
         runs += _time_drafts(target, timed, here, depths, chosen, config, seed)
     return {

@@ -6,6 +6,7 @@ Refuses to know what the results are worth; it turns prompts into records.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import logging
 import time
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distill.errors import ArtifactCorruptError
 from distill.files import atomic_write
 from distill.metrics.chain import expected_counts
 from distill.metrics.self_tests import analytic_equals_decoded
@@ -42,15 +44,38 @@ class Units:
         self.num_resumed = 0
 
     def get(self, name: str, compute: Callable[[], Any]) -> Any:
-        """What ``compute`` returned, now or in a run that was killed; always read from JSON."""
+        """What ``compute`` returned, now or in a run that was killed; always read from JSON.
+
+        Raises:
+            ArtifactCorruptError: what a killed run left is not what it wrote.
+        """
         path = self._directory / f"{name}.json"
         if path.is_file():
             self.num_resumed += 1
         else:
             started = time.perf_counter()
-            atomic_write(path, json.dumps(compute()))
+            result = json.dumps(compute())
+            atomic_write(path, f'{{"sha256": "{_sha256(result)}", "result": {result}}}')
             logger.info("measured %s in %.1f s", name, time.perf_counter() - started)
-        return json.loads(path.read_text(encoding="utf-8"))
+        return self._read(path)
+
+    def _read(self, path: Path) -> Any:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["sha256"] == _sha256(json.dumps(content["result"])):
+                return content["result"]
+            found = "its content does not have the hash that was written with it"
+        except (ValueError, KeyError, TypeError) as error:
+            found = f"{type(error).__name__}: {error}"
+        raise ArtifactCorruptError(
+            f"{path}, left by a measurement that was stopped, is damaged ({found}). Delete that "
+            f"file to measure its part again, or the folder {self._directory.parent} to measure "
+            "everything again"
+        )
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -116,6 +141,7 @@ class Bench:
                             counts=row["counts"],
                             num_positions=forced["num_positions"],
                             acceptance_sums=forced["sums"],
+                            num_draftable_calls=row["num_draftable_calls"],
                         )
                     )
                     emitted.append(row["token_ids"])
@@ -198,9 +224,17 @@ class Bench:
                 max_new_tokens=self.max_new_tokens,
                 seed=self.seed,
             )
-            return [{"token_ids": r.token_ids, "counts": r.stats.to_dict()} for r in results]
+            return [
+                {
+                    "token_ids": r.token_ids,
+                    "counts": r.stats.to_dict(),
+                    "num_draftable_calls": r.num_draftable_calls,
+                }
+                for r in results
+            ]
 
-        name = PLAIN if contestant is None else contestant.name
+        # Apart from the names of other units, whatever a draft is called.
+        name = PLAIN if contestant is None else f"draft-{contestant.name}"
         return self._by_chunk(name, prompts, temperature, compute)
 
     def _by_chunk(

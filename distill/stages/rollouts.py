@@ -28,7 +28,6 @@ from distill.sampling import SamplingConfig
 from distill.stages import completions as storage
 from distill.stages.progress import answering_progress
 from distill.target_store.files import file_name
-from distill.training.vocabulary import read_vocabulary
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,6 +55,11 @@ class RolloutConfig(Config):
     batch_size: int = setting(32, ge=1, description="rows decoded, and scored, at once")
     chunk_size: int = setting(128, ge=1, description="rows a kill can cost")
     seed: int = setting(0, ge=0, description="of the first round; each later one counts on")
+
+    def for_round(self, number: int) -> RolloutConfig:
+        """Itself, as the round of this number (from 1) draws prompts and text."""
+        assert number >= 1, "the first round is number 1"
+        return self.model_copy(update={"seed": self.seed + number - 1})
 
 
 @dataclass(frozen=True)
@@ -128,10 +132,9 @@ def _build(
     (directory / "work").mkdir(exist_ok=True)
     target = load_target(config.target)
     draft = load_draft(inputs["distill"], dtype=config.target.dtype, device=config.target.device)
-    vocabulary = read_vocabulary(inputs["distill"])
     context = min(target.shape.max_position_embeddings, draft.shape.max_position_embeddings)
     prompts = _prompts(inputs["generate"], config, context)
-    writer = _Writer(config, target, draft, None if vocabulary is None else vocabulary.token_ids)
+    writer = _Writer(config, target, draft)
     shards = []
     for index, chunk in enumerate(_cut(prompts, config.chunk_size)):
         shard = storage.shard_path(directory, index)
@@ -189,13 +192,13 @@ class _Writer:
         config: RolloutConfig,
         target: LoadedModel,
         draft: LoadedModel,
-        vocabulary: Sequence[int] | None,
     ) -> None:
         from distill.losses.head import head_of
         from distill.training.live_target import LiveTarget
 
         self._config, self._target, self._draft = config, target, draft
-        self._processors = () if vocabulary is None else (_Subset(vocabulary),)
+        token_ids = draft.vocabulary_token_ids
+        self._processors = () if token_ids is None else (_Subset(token_ids),)
         head = head_of(target.model).first(min(len(target.tokenizer), target.shape.vocab_size))
         self._scorer = LiveTarget(target.model, target_head=head, needs_logsumexp=True)
 

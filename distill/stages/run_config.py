@@ -5,7 +5,7 @@ Refuses to know what a stage does with its section, and in which order stages ru
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from distill.models import ModelConfig
 from distill.stages.distill_draft import DistillConfig
 from distill.stages.generate import GenerateConfig
 from distill.stages.measure import MeasureConfig
+from distill.stages.measure_pair import is_pair_config, sections_of
 from distill.stages.rollouts import RolloutConfig
 from distill.stages.serve import ServeConfig
 from distill.target_store.config import kind_of, knowledge_of
@@ -34,7 +35,8 @@ class HardwareConfig(Config):
 
     ``peak_flops`` is in floating point operations per second at the compute dtype,
     ``memory_bandwidth`` in bytes per second, ``utilization`` the share of either that
-    real code reaches.
+    real code reaches. ``memory_bytes`` is the memory of the device that computes: of the
+    accelerator where there is one, else main memory.
     """
 
     name: str = "2-core x86 CPU with AVX512_BF16"
@@ -78,6 +80,44 @@ class RunConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_measured_draft(self) -> RunConfig:
+        if self.measure.draft is not None:
+            raise ConfigError(
+                f"measure.draft names {self.measure.draft.model}, a draft that exists already, but "
+                "this file trains one, and that is the one a run measures. Remove measure.draft "
+                "and measure.corpus (models to be measured beside it go into measure.drafts), or "
+                "write name, target and measure alone into a file for `distill measure`."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_unread(self) -> RunConfig:
+        for path, value, reason, remedy in self._unread():
+            raise ConfigError(
+                f"{path} is {value}, and nothing would read it, since {reason}; set {remedy}, or "
+                f"remove {path}"
+            )
+        return self
+
+    def _unread(self) -> Iterator[tuple[str, Any, str, str]]:
+        """Settings given to something this run does not do: path, value, why, and the way in."""
+        if self.pipeline == "standard":
+            reason, remedy = "pipeline is standard and writes no rollouts", "pipeline: on_policy"
+            for name, value in _changed(self.rollouts, RolloutConfig(target=self.target)):
+                yield f"rollouts.{name}", value, reason, remedy
+            default = DistillConfig.model_fields["rollout_fraction"].default
+            if self.distill.rollout_fraction != default:
+                yield "distill.rollout_fraction", self.distill.rollout_fraction, reason, remedy
+        if self.distill.engine == "own":
+            for name, value in _changed(self.distill.trl, type(self.distill.trl)()):
+                yield (
+                    f"distill.trl.{name}",
+                    value,
+                    "distill.engine is own and not TRL's",
+                    "distill.engine: trl",
+                )
+
     @model_validator(mode="before")
     @classmethod
     def _give_every_section_the_target(cls, data: Any) -> Any:
@@ -97,13 +137,36 @@ class RunConfig(Config):
         return filled
 
 
+def _changed(config: Config, default: Config) -> Iterator[tuple[str, Any]]:
+    for name in type(config).model_fields:
+        if getattr(config, name) != getattr(default, name):
+            yield name, getattr(config, name)
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run's YAML, with ``a.b=c`` overrides, into a :class:`RunConfig`.
 
     Raises:
-        ConfigError: unreadable file, unknown or malformed key; names the key and a way out.
+        ConfigError: unreadable file, unknown or malformed key, or the file of a pair that is only
+            measured; names the key and a way out.
     """
-    return mechanism.read_config(path, RunConfig, overrides)
+    if is_pair_config(path, overrides):
+        raise ConfigError(
+            f"{path} is the file of a pair that exists already: it has no generate and no distill "
+            f"section, so there is nothing to build. `distill measure {path}` measures it; to "
+            "train a draft, give it generate.corpus, the prompts, and leave out measure.draft, "
+            "measure.corpus and served."
+        )
+    try:
+        return mechanism.read_config(path, RunConfig, overrides)
+    except ConfigError as error:
+        sections = sections_of(path, overrides)
+        if "target" not in sections or sections & {"generate", "distill", "measure", "served"}:
+            raise
+        raise ConfigError(
+            f"{error}\n  This file has neither generate (the prompts of a run that trains a draft) "
+            "nor measure or served (a pair that exists, for `distill measure`): add one of them."
+        ) from error
 
 
 def dump_run_config(config: RunConfig) -> str:

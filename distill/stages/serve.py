@@ -40,7 +40,6 @@ from distill.stages.serve_drafting import (
     drafting_revisions,
     settings_of,
 )
-from distill.training.vocabulary import read_vocabulary
 from distill.vocab import PairReport, check_loaded_pair
 
 if TYPE_CHECKING:
@@ -247,10 +246,8 @@ def _drafting(
         return make, check_loaded_pair(target, target)
     distill = given["distill"]
     draft = load_draft(distill, dtype=config.target.dtype, device=str(target.device))
-    vocabulary = read_vocabulary(distill)
-    token_ids = None if vocabulary is None else vocabulary.token_ids
     report = check_loaded_pair(target, draft)
-    return functools.partial(CausalLMDrafter, draft.model, vocabulary_token_ids=token_ids), report
+    return functools.partial(CausalLMDrafter.of, draft), report
 
 
 def _max_length(config: ServeConfig, target: LoadedModel) -> int:

@@ -5,50 +5,95 @@ Refuses to load a weight: costs follow from shapes and the stated hardware, or f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distill.artifacts import Artifact
 from distill.metrics import planner
 from distill.metrics.planner_tables import speedups_by_alpha
 from distill.models import ModelShape, read_shape
-from distill.stages.estimate import draft_shape
+from distill.stages.plan_shapes import WEIGHT_BYTES, ShapeOf, draft_shape
 from distill.stages.run_config import HardwareConfig, RunConfig
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_WEIGHT_BYTES = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4}
 _QUANTIZED_BYTES = {"int8": 1}
 _BATCH_SIZES = (1, 4, 16, 64)
 _WIDTHS = (1, 2, 3, 5, 9, 17)
 
 
-def plan_speed(config: RunConfig, measured: Artifact | None = None) -> dict[str, Any] | None:
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """What a measurement found of the judged draft at its first temperature.
+
+    ``by_batch_size``: c and v(n), by width, at batch 1 and at every other size that was timed.
+    ``plans`` are those of all temperatures.
+    """
+
+    draft_step_ms: float
+    target_step_ms: float
+    by_batch_size: Mapping[int, tuple[float, Mapping[int, float]]]
+    conditions: Mapping[str, Any]
+    plans: Sequence[Mapping[str, Any]]
+
+
+def measured_costs(measured: Artifact | None) -> MeasuredCosts | None:
+    """The costs in a measure artifact; None without one, or where speed was not timed."""
+    timing = None if measured is None else measured.metrics.get("timing")
+    if not timing:
+        return None
+    first = timing["plans"][0]
+    draft, temperature = first["draft"], first["temperature"]
+    cost = next(
+        row
+        for row in timing["draft_costs"]
+        if (row["draft"], row["temperature"]) == (draft, temperature)
+    )
+    rows = [row for row in timing["batches"] if row["temperature"] == temperature]
+    return MeasuredCosts(
+        draft_step_ms=cost["draft_step_ms"]["median"],
+        target_step_ms=timing["target_step_ms"]["median"],
+        by_batch_size={
+            1: (cost["draft_cost_ratio"], _by_width(timing)),
+            **{row["batch_size"]: (row["draft_cost_ratio"], _by_width(row)) for row in rows},
+        },
+        conditions=timing["conditions"],
+        plans=[plan for plan in timing["plans"] if plan["draft"] == draft],
+    )
+
+
+def _by_width(row: Mapping[str, Any]) -> dict[int, float]:
+    return {int(n): ratio for n, ratio in row["verify_cost_ratio"].items()}
+
+
+def plan_speed(
+    config: RunConfig, measured: Artifact | None = None, *, shape_of: ShapeOf = read_shape
+) -> dict[str, Any] | None:
     """Best K, speedup and break-even alpha for the pair; None where a shape is not known.
 
     Before a measurement the draft's cost c and the cost of wide passes v(n) come from a roofline: a
     step takes the longer of reading its weights and computing on them, at the config's
     ``hardware``; a quantised target reads fewer bytes, so its draft costs more of a step. Overheads
     are in neither, so c is a lower bound and the speedup an upper one. Afterwards c and v(n) are
-    the measured ones, and ``plans`` the measured plan.
+    the measured ones, at the batch sizes that were timed, and ``plans`` the measured plan.
     """
     depth = config.measure.timing.max_draft_tokens
-    if measured is not None and measured.metrics.get("timing"):
-        timing = measured.metrics["timing"]
-        first = timing["plans"][0]
-        cost = next(c for c in timing["draft_costs"] if c["draft"] == first["draft"])
-        verify = {int(n): v for n, v in timing["verify_cost_ratio"].items()}
-        plans = [plan for plan in timing["plans"] if plan["draft"] == first["draft"]]
-        found = _plan(cost["draft_cost_ratio"], verify, depth)
-        return found | {"source": "measured", "plans": plans}
-    target = read_shape(config.target)
-    draft = draft_shape(config, target)
+    costs = measured_costs(measured)
+    if costs is not None:
+        found = [
+            {"batch_size": rows} | _plan(cost_ratio, verify, min(depth, max(verify) - 1))
+            for rows, (cost_ratio, verify) in costs.by_batch_size.items()
+        ]
+        return _of_batches(found, source="measured", plans=costs.plans)
+    target = shape_of(config.target)
+    draft = draft_shape(config, target, shape_of)
     if target is None or draft is None:
         return None
     head_rows = config.distill.vocabulary_size or draft.vocab_size
     # The draft is held in the target's dtype, and never as bytes: quantize is the target's alone.
-    draft_bytes = _WEIGHT_BYTES[config.target.dtype]
+    draft_bytes = WEIGHT_BYTES[config.target.dtype]
     target_bytes = _QUANTIZED_BYTES.get(config.target.quantize, draft_bytes)
     batches = []
     for rows in _BATCH_SIZES:
@@ -56,7 +101,14 @@ def plan_speed(config: RunConfig, measured: Artifact | None = None) -> dict[str,
         step = _step_s(target, target.vocab_size, rows, target_bytes, config.hardware)
         cost_ratio = _step_s(draft, head_rows, rows, draft_bytes, config.hardware) / step
         batches.append({"batch_size": rows} | _plan(cost_ratio, verify, depth))
-    return batches[0] | {"source": "roofline", "by_batch_size": batches, "plans": []}
+    return _of_batches(batches, source="roofline", plans=[])
+
+
+def _of_batches(
+    batches: Sequence[Mapping[str, Any]], *, source: str, plans: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The plan of batch 1, the first, with those of all sizes beside it."""
+    return {**batches[0], "source": source, "by_batch_size": batches, "plans": plans}
 
 
 def _plan(draft_cost_ratio: float, verify: Mapping[int, float], depth: int) -> dict[str, Any]:
@@ -103,7 +155,7 @@ def speed_table(found: Mapping[str, Any]) -> Table:
     from rich.table import Table
 
     table = Table(title="speedup by batch size and acceptance rate", title_justify="left")
-    rows = found.get("by_batch_size") or [{"batch_size": 1, **found}]
+    rows = found["by_batch_size"]
     table.add_column("batch", justify="right")
     table.add_column("c", justify="right")
     table.add_column("break-even", justify="right")

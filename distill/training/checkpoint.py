@@ -6,15 +6,18 @@ Refuses to know losses, schedules and data: their place follows from the step nu
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from distill.errors import ArtifactCorruptError
 from distill.files import atomic_write
 from distill.training.select import Best, HeldOutScore
 
@@ -71,20 +74,33 @@ def save_state(
 
 
 def saved_step(directory: Path) -> int | None:
-    """Return the step of the last state saved in this directory, or None."""
+    """Return the step of the last state saved in this directory, or None.
+
+    Raises:
+        ArtifactCorruptError: the state cannot be read.
+    """
     path = directory / STATE_FILE
     if not path.is_file():
         return None
-    step: int = json.loads(path.read_text(encoding="utf-8"))["step"]
+    with _reading(directory):
+        step: int = json.loads(path.read_text(encoding="utf-8"))["step"]
     return step
 
 
 def load_state(directory: Path) -> SavedState | None:
-    """Return the last state saved in this directory, or None."""
+    """Return the last state saved in this directory, or None.
+
+    Raises:
+        ArtifactCorruptError: a file of the state is damaged or gone.
+    """
     path = directory / STATE_FILE
     if not path.is_file():
         return None
-    record = json.loads(path.read_text(encoding="utf-8"))
+    with _reading(directory):
+        return _state_of(directory, json.loads(path.read_text(encoding="utf-8")))
+
+
+def _state_of(directory: Path, record: Mapping[str, Any]) -> SavedState:
     parameters: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {}
     for key, tensor in load_file(directory / record["state_file"]).items():
@@ -102,6 +118,19 @@ def load_state(directory: Path) -> SavedState | None:
         log=record["log"],
         seconds=record["seconds"],
     )
+
+
+@contextmanager
+def _reading(directory: Path) -> Iterator[None]:
+    """What a file can be damaged into, as one error that says what to delete."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ArtifactCorruptError(
+            f"the state of an unfinished training in {directory} cannot be read "
+            f"({type(error).__name__}: {error}). Delete {directory} and run the same command "
+            f"again; the training starts anew"
+        ) from error
 
 
 def restore(

@@ -7,10 +7,18 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import (
+    TypeAdapter,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 from distill.config import Config, setting
 from distill.errors import ConfigError
@@ -69,6 +77,35 @@ class LossPhase(Config):
         return kind(temperature=self.temperature, **self.options)
 
 
+_PHASES = TypeAdapter(tuple[LossPhase, ...])
+
+
+def _one_spelling(
+    value: Any, _: ValidatorFunctionWrapHandler, info: ValidationInfo
+) -> str | tuple[LossPhase, ...]:
+    """A name stays a name, one phase is a list of one; what is wrong in a phase is told as such.
+
+    A union would try the name as well, and complain first that a list is none.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping | LossPhase):
+        value = (value,)
+    if not isinstance(value, list | tuple):
+        raise ConfigError(
+            "expected a loss's name such as forward_kl, one phase such as {name: jsd}, or a list "
+            "of phases whose fractions sum to 1"
+        )
+    return _PHASES.validate_python(value, context=info.context)
+
+
+LossChoice = Annotated[
+    str | tuple[LossPhase, ...],
+    WrapValidator(_one_spelling, json_schema_input_type=str | LossPhase | tuple[LossPhase, ...]),
+]
+"""A loss's name, a phase or phases; of one spelling each, so that a run has one fingerprint."""
+
+
 class DecodeProbeConfig(Config):
     """The short real decode on held-out prompts, at temperature 0 and 1."""
 
@@ -88,8 +125,8 @@ class TrlConfig(Config):
 class TrainingConfig(Config):
     """How a draft is trained. Tokens are positions that carry loss, unless said otherwise."""
 
-    loss: str | tuple[LossPhase, ...] = setting(
-        "forward_kl", description="one loss, or phases whose fractions sum to 1"
+    loss: LossChoice = setting(
+        "forward_kl", description="one loss, one phase, or phases whose fractions sum to 1"
     )
     warm_start: LossPhase | None = setting(
         None, description="a loss for the first fraction of the run; `loss` has the rest"
@@ -185,6 +222,7 @@ class TrainingConfig(Config):
                 "reference names a draft, but no phase selects tokens by it; give a phase of "
                 "`loss` a keep_fraction below 1, or remove reference"
             )
+        loss_schedule(self)  # every phase has a step
         return self
 
     @property
@@ -222,6 +260,23 @@ class TrainingConfig(Config):
             unused.append("trl")
         fields = TrainingConfig.model_fields
         return self.model_copy(update={name: fields[name].default for name in unused})
+
+    def for_round(self, num_steps: int) -> Self:
+        """Itself, as a later round trains: so many steps, on text the draft wrote too.
+
+        A round is a whole training: the loss schedule, the warm start and the learning rate begin
+        anew. A warm-up that would outlast the round is cut.
+
+        Raises:
+            ConfigError: a loss phase would have no step in such a round.
+        """
+        warmup = min(self.warmup_steps, num_steps - 1)
+        config = self.model_copy(update={"max_steps": num_steps, "warmup_steps": warmup})
+        try:
+            loss_schedule(config)
+        except ConfigError as error:
+            raise ConfigError(f"rollouts.steps_per_round is {num_steps}: {error}") from error
+        return config
 
     def check_for_knowledge(self, knowledge: Knowledge, *, source: str) -> None:
         """Check that every loss can be taken from what `source` knows of the target.
@@ -276,12 +331,24 @@ class ScheduledLoss:
 
 
 def loss_schedule(config: TrainingConfig) -> list[ScheduledLoss]:
-    """Return the phases of a run in order; the last ends at max_steps."""
+    """Return the phases of a run in order; the last ends at max_steps.
+
+    Raises:
+        ConfigError: a phase's share of the steps rounds to none.
+    """
     schedule: list[ScheduledLoss] = []
     done = 0.0
+    start_step = 0
     for phase in config.phases:
         done += phase.fraction
         end_step = round(done * config.max_steps)
+        if end_step == start_step:
+            raise ConfigError(
+                f"the loss phase {phase.name} has {phase.fraction:g} of {config.max_steps} steps, "
+                f"which rounds to 0 steps, and would be left out; raise its fraction, train more "
+                f"steps, or remove the phase"
+            )
+        start_step = end_step
         schedule.append(ScheduledLoss(phase.name, end_step, phase.make_loss(), phase.keep_fraction))
     return schedule
 

@@ -26,6 +26,12 @@ _WAY_OUT = (
     "Lower distill.learning_rate or raise distill.warmup_steps; if it stays at the same rows, "
     "look at them in the generate artifact."
 )
+# nothing was updated yet, so no learning rate did this
+_WAY_OUT_AT_FIRST = (
+    "No step was taken yet, so it comes from the draft as it starts or from what generate kept of "
+    "these rows: compute in float32 (distill.compute_dtype), start another draft "
+    "(distill.initialization), or generate these rows again."
+)
 
 
 class Guard:
@@ -49,7 +55,7 @@ class Guard:
         rows = sorted({batch.row_ids[i] for i in batch.row_index_N[bad_N].tolist()})
         raise TrainingError(
             f"step {step}: {name} is not a number at {int(bad_N.sum())} of {len(bad_N)} "
-            f"positions, in rows {_listed(rows)}. {_WAY_OUT} {self._last_good()}"
+            f"positions, in rows {_listed(rows)}. {_way_out(step)} {self._last_good()}"
         )
 
     def check_step(
@@ -93,7 +99,7 @@ class Guard:
             return
         raise TrainingError(
             f"step {step}: the gradient of {name} has norm {norm} although its loss is {loss:.4g}, "
-            f"on rows {_listed(list(row_ids))}. {_WAY_OUT} {self._last_good()}"
+            f"on rows {_listed(list(row_ids))}. {_way_out(step)} {self._last_good()}"
         )
 
     def _last_good(self) -> str:
@@ -101,6 +107,10 @@ class Guard:
         if step is None:
             return "No state was saved yet."
         return f"The last good state is of step {step}, in {self._work_dir}."
+
+
+def _way_out(step: int) -> str:
+    return _WAY_OUT if step else _WAY_OUT_AT_FIRST
 
 
 def _listed(rows: Sequence[str]) -> str:

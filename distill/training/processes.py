@@ -36,12 +36,7 @@ class Processes:
         """
         from accelerate import Accelerator
 
-        if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true"):
-            raise ConfigError(
-                "the launcher asks for FSDP (ACCELERATE_USE_FSDP), but a draft is trained whole in "
-                "every process. Launch with --multi_gpu or torchrun; a target too large for one "
-                "device is best run by a server (generate.backend), which keeps it out of training."
-            )
+        require_whole_draft()
         self._accelerator = Accelerator(cpu=device.type == "cpu")
         self.rank: int = self._accelerator.process_index
         self.count: int = self._accelerator.num_processes
@@ -106,6 +101,20 @@ class Processes:
     def _sum(self, tensor: Tensor) -> Tensor:
         summed: Tensor = self._accelerator.reduce(tensor, reduction="sum")
         return summed
+
+
+def require_whole_draft() -> None:
+    """Refuse a launch that would share out the draft's weights.
+
+    Raises:
+        ConfigError: the launcher asks for a sharded draft.
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true"):
+        raise ConfigError(
+            "the launcher asks for FSDP (ACCELERATE_USE_FSDP), but a draft is trained whole in "
+            "every process. Launch with --multi_gpu or torchrun; a target too large for one "
+            "device is best run by a server (generate.backend), which keeps it out of training."
+        )
 
 
 def dropout_seed(seed: int, step: int, place: int) -> int:

@@ -9,10 +9,12 @@ all one wants, and as the yardstick for our own loop. A killed run starts again.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,9 +72,29 @@ def settings_for_trl() -> dict[str, Any]:
 def check_for_trl(
     config: TrainingConfig, *, vocabulary_size: int | None, has_rollouts: bool = False
 ) -> None:
-    """Check that TRL can do what is asked.
+    """Check that TRL can do what is asked, here.
 
     `has_rollouts`: there is text that the draft wrote before, which TRL would not read.
+
+    Raises:
+        ConfigError: names the setting, its value and what to write instead.
+    """
+    check_settings_for_trl(config, vocabulary_size=vocabulary_size)
+    if has_rollouts:
+        raise ConfigError(
+            "engine: trl reads text the draft writes in its own steps, and the rollouts it is "
+            "given would be thrown away; use engine: own, or leave out rollouts (pipeline: "
+            "standard)"
+        )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"engine: trl runs in one process here, and WORLD_SIZE is "
+            f"{os.environ['WORLD_SIZE']}; use engine: own, or start it without a launcher"
+        )
+
+
+def check_settings_for_trl(config: TrainingConfig, *, vocabulary_size: int | None) -> None:
+    """Check what a config alone says of a run by TRL.
 
     Raises:
         ConfigError: names the setting, its value and what to write instead.
@@ -88,21 +110,23 @@ def check_for_trl(
             f"engine: trl draws the draft's text at the loss's temperature, and that of "
             f"{phase.name} is {phase.temperature:g}; set it to 1, or use engine: own"
         )
-    if has_rollouts:
-        raise ConfigError(
-            "engine: trl reads text the draft writes in its own steps, and the rollouts it is "
-            "given would be thrown away; use engine: own, or leave out rollouts (pipeline: "
-            "standard)"
-        )
     if named := _not_followed(config, phase, vocabulary_size):
         raise ConfigError(
             f"engine: trl knows nothing of {', '.join(named)}; leave each at its default, or use "
             f"engine: own"
         )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+
+
+def require_equal_rows(draft: int, target: int) -> None:
+    """Check that two models have vocabularies of one padded size, which TRL needs.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if draft != target:
         raise ConfigError(
-            f"engine: trl runs in one process here, and WORLD_SIZE is "
-            f"{os.environ['WORLD_SIZE']}; use engine: own, or start it without a launcher"
+            f"engine: trl needs equal vocab_size, and the draft has {draft}, the target {target}; "
+            f"use engine: own, which compares what both know"
         )
 
 
@@ -163,11 +187,7 @@ def train_with_trl(
     """
     check_for_trl(config, vocabulary_size=None)
     sizes = [model.model.config.get_text_config().vocab_size for model in (draft, target)]
-    if sizes[0] != sizes[1]:
-        raise ConfigError(
-            f"engine: trl needs equal vocab_size, and the draft has {sizes[0]}, the target "
-            f"{sizes[1]}; use engine: own, which compares what both know"
-        )
+    require_equal_rows(*sizes)
     texts = [text for ids in prompts if (text := as_text(target.tokenizer, ids)) is not None]
     if not texts:
         raise TrainingError(
@@ -182,10 +202,11 @@ def train_with_trl(
         # TRL generates outside of autocast, where mixed dtypes cannot be multiplied
         for parameter in model.parameters():
             parameter.data = parameter.data.float()
-        trainer = _trainer(draft, target, texts, config, list(parameters.values()), work_dir)
-        started = time.perf_counter()
-        trainer.train()
-        seconds = time.perf_counter() - started
+        with redirect_stdout(_ToLog()):  # standard output is for what the command was asked for
+            trainer = _trainer(draft, target, texts, config, list(parameters.values()), work_dir)
+            started = time.perf_counter()
+            trainer.train()
+            seconds = time.perf_counter() - started
     finally:
         for parameter, dtype in zip(model.parameters(), dtypes, strict=True):
             parameter.data = parameter.data.to(dtype)
@@ -196,6 +217,19 @@ def train_with_trl(
     num_rows = config.trl.batch_size * config.trl.accumulation_steps
     num_tokens = round(sum(num_rows * record["completions/mean_length"] for record in log))
     return TrlResult(log, num_tokens, num_rows, seconds)
+
+
+class _ToLog(io.TextIOBase):
+    """What is printed to it goes to the log, line by line."""
+
+    def __init__(self) -> None:
+        self._begun = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in filter(None, lines):
+            logger.info("trl: %s", line)
+        return len(text)
 
 
 def as_text(tokenizer: Any, ids: Sequence[int]) -> str | None:

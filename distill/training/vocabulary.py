@@ -1,33 +1,17 @@
-"""Owns the draft's vocabulary subset: how it is chosen, and its file.
+"""Owns the choice of a draft's vocabulary subset: which tokens it will have to propose.
 
-Refuses to know heads and losses; it deals in token ids.
+Refuses to know heads and losses, and how the subset is kept (``models/vocabulary.py``).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from distill.artifacts import Artifact, atomic_write
+from distill.artifacts import Artifact
 from distill.errors import ConfigError
-
-VOCABULARY_FILE = "draft_vocabulary.json"
-
-
-@dataclass(frozen=True)
-class DraftVocabulary:
-    """The token ids a draft may propose, ascending; the rows its head keeps.
-
-    `coverage` is their share of the target's own output tokens. Acceptance cannot exceed the
-    probability the target puts on the subset, so it should be close to 1.
-    """
-
-    token_ids: tuple[int, ...]
-    coverage: float
+from distill.models import DraftVocabulary
 
 
 def choose_vocabulary(
@@ -61,17 +45,3 @@ def choose_vocabulary(
         kept.add(token_id)
     covered = sum(counts.get(token_id, 0) for token_id in kept)
     return DraftVocabulary(tuple(sorted(kept)), covered / max(1, sum(counts.values())))
-
-
-def write_vocabulary(directory: Path, vocabulary: DraftVocabulary) -> None:
-    """Write the subset's file into an artifact's directory."""
-    content = {"coverage": vocabulary.coverage, "token_ids": list(vocabulary.token_ids)}
-    atomic_write(directory / VOCABULARY_FILE, json.dumps(content) + "\n")
-
-
-def read_vocabulary(distilled: Artifact) -> DraftVocabulary | None:
-    """Return the subset a distilled draft is restricted to; None: it may propose every token."""
-    if not any(entry.path == VOCABULARY_FILE for entry in distilled.manifest.files):
-        return None
-    content = json.loads(distilled.file(VOCABULARY_FILE).read_text(encoding="utf-8"))
-    return DraftVocabulary(tuple(content["token_ids"]), content["coverage"])

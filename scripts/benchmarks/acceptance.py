@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from distill.metrics import timing
 from distill.metrics.intervals import Estimate, estimate, ratio, ratio_difference
 from distill.models import LoadedModel, load_draft, load_target
 from distill.sampling import SamplingConfig
-from distill.stages.distill_draft import DistillConfig, build_undistilled, read_vocabulary
+from distill.stages.distill_draft import DistillConfig, build_undistilled
+from distill.training.config import TrlConfig
 from distill.training.held_out_rows import read_reporting_rows
 from distill.training.trl_engine import settings_for_trl
 from scripts.benchmarks import measuring
@@ -69,6 +70,7 @@ class Settings:
     new_tokens: int = 64
     num_draft_tokens: int = 4
     temperatures: tuple[float, ...] = (0.0, 1.0)
+    trl: TrlConfig = field(default_factory=TrlConfig)
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,6 @@ class Trained:
     """A draft of one system and seed; the last three are None where nothing was trained."""
 
     draft: LoadedModel
-    vocabulary: Sequence[int] | None
     train_s: float | None = None
     num_steps: int | None = None
     held_out: Mapping[str, float] | None = None
@@ -101,16 +102,14 @@ class Bench:
         """A draft that was trained for the time given, or as it starts."""
         changes = SYSTEMS[name]
         if changes is None:
-            return Trained(build_undistilled(self.config, self._measured_on()), None)
+            return Trained(build_undistilled(self.config, self._measured_on()))
         config = self._config({**changes, "seed": self.config.seed + seed})
         lengths = (self.settings.pilot_steps, _LONG_PILOT * self.settings.pilot_steps)
         short, long = (self._distill(self._of_length(config, steps)).metrics for steps in lengths)
         steps = max(2, round(60.0 * self.settings.minutes / step_seconds(short, long)))
         trained = self._distill(self._of_length(config, steps))
-        vocabulary = read_vocabulary(trained)
         return Trained(
             load_draft(trained, dtype=config.target.dtype, device=config.target.device),
-            None if vocabulary is None else vocabulary.token_ids,
             trained.metrics["train_s"],
             trained.metrics["num_steps"],
             trained.metrics["held_out_after"],
@@ -126,7 +125,7 @@ class Bench:
     def _config(self, changes: Mapping[str, Any]) -> DistillConfig:
         settings = self.config.model_dump(mode="json")
         if changes.get("engine") == "trl":
-            settings |= settings_for_trl()
+            settings |= settings_for_trl() | {"trl": self.settings.trl.model_dump()}
         if "loss" in changes:
             settings["warm_start"] = None
         return DistillConfig.model_validate({**settings, "decode_every": None, **changes})
@@ -150,7 +149,6 @@ class Bench:
             SamplingConfig(temperature=temperature),
             num_draft_tokens=self.settings.num_draft_tokens,
             max_new_tokens=self.settings.new_tokens,
-            vocabulary_token_ids=trained.vocabulary,
         )
         return [(result.stats.num_accepted, result.stats.num_tested) for result in results]
 
@@ -202,7 +200,7 @@ def run_bench(bench: Bench, names: Sequence[str]) -> dict[str, Any]:
     return {
         "conditions": timing.conditions(bench.target.device, bench.target.dtype),
         "target": describe(bench.target),
-        "settings": asdict(settings),
+        "settings": asdict(settings) | {"trl": settings.trl.model_dump()},
         "num_prompts": len(bench.prompts),
         "rows": rows,
     }
@@ -277,6 +275,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--num-prompts", type=measuring.positive, default=default.num_prompts)
     add("--new-tokens", type=measuring.positive, default=default.new_tokens)
     add("--num-draft-tokens", type=measuring.positive, default=default.num_draft_tokens)
+    trl = TrlConfig()
+    add("--trl-batch-size", type=measuring.positive, default=trl.batch_size, help="prompts")
+    add("--trl-new-tokens", type=measuring.positive, default=trl.max_new_tokens)
     add("--threads", type=measuring.positive, default=measuring.default_threads())
     add("--json", type=Path, metavar="OUT", help="write every number there")
     return parser.parse_args(arguments)
@@ -311,6 +312,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         num_prompts=options.num_prompts,
         new_tokens=options.new_tokens,
         num_draft_tokens=options.num_draft_tokens,
+        trl=TrlConfig(batch_size=options.trl_batch_size, max_new_tokens=options.trl_new_tokens),
     )
     bench = Bench(config.distill, generate(config.generate, store), store, settings)
     return run_bench(bench, names)

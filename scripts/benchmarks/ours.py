@@ -34,15 +34,19 @@ _WIDTHS = (1, 2, 3, 4, 5, 7, 9, 12, 16)
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, a draft, and the ids the draft proposes (None: all)."""
+    """A target and a draft, which proposes the ids it was loaded with (None: all)."""
 
     target: LoadedModel
     draft: LoadedModel
-    vocabulary_token_ids: tuple[int, ...] | None = None
+
+    @property
+    def vocabulary_token_ids(self) -> tuple[int, ...] | None:
+        """The ids the draft proposes; None: all."""
+        return self.draft.vocabulary_token_ids
 
     def make_drafter(self) -> CausalLMDrafter:
         """A drafter with no rows: each engine has its own."""
-        return CausalLMDrafter(self.draft.model, vocabulary_token_ids=self.vocabulary_token_ids)
+        return CausalLMDrafter.of(self.draft)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from distill.models import (
     model_revision,
     shape_of,
 )
-from distill.training.vocabulary import VOCABULARY_FILE, read_vocabulary
 from scripts.benchmarks.ours import Pair
 
 
@@ -48,7 +47,7 @@ def load_pair(
     dtype: Any = str(target.dtype).removeprefix("torch.")
     loaded = load_draft(path, dtype=dtype, device=str(target.device))
     loaded.model.requires_grad_(False)
-    return Pair(target, loaded, _vocabulary_of(path, store))
+    return Pair(target, loaded)
 
 
 def newest_draft(target_config: ModelConfig, store: ArtifactStore) -> Path:
@@ -72,13 +71,6 @@ def newest_draft(target_config: ModelConfig, store: ArtifactStore) -> Path:
             "scripts/quickstart, name one with --draft PATH, or use --random-pair"
         )
     return max(found)[1]
-
-
-def _vocabulary_of(path: Path, store: ArtifactStore) -> tuple[int, ...] | None:
-    if not (path / VOCABULARY_FILE).is_file():
-        return None
-    subset = read_vocabulary(store.load(path))
-    return None if subset is None else tuple(subset.token_ids)
 
 
 def made_up_pair(

@@ -161,7 +161,7 @@ def _int8_pair(target_config: ModelConfig, pair: Pair) -> Pair:
     from distill.models import load_target
 
     target = load_target(target_config.model_copy(update={"quantize": "int8"}))
-    return Pair(target, pair.draft, pair.vocabulary_token_ids)
+    return Pair(target, pair.draft)
 
 
 @contextmanager

@@ -85,13 +85,13 @@ def test_a_second_ctrl_c_stops_at_once() -> None:
 def test_the_command_line_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     import typer
 
-    from distill.cli import _reports_user_errors
+    from distill.cli.errors import reports_user_errors
 
     def command() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(typer.Exit) as exit_:
-        _reports_user_errors(command)()
+        reports_user_errors(command)()
     assert exit_.value.exit_code == 130
 
 

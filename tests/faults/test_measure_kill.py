@@ -13,6 +13,7 @@ import pytest
 
 from distill import files
 from distill.artifacts import Artifact, ArtifactStore
+from distill.errors import ArtifactCorruptError
 from distill.stages import measure_units
 from distill.stages.measure import MeasureConfig, measure_acceptance, measure_key
 from tests import measure_helpers as given
@@ -94,6 +95,40 @@ def test_a_killed_measurement_resumes_to_the_same_bytes(
     assert resumed.metrics["num_units_resumed"] == num_finished
     assert resumed.manifest.files == expected.manifest.files
     assert not store.partial_dir(key).exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "emptied", "not text", "a digit", "a list"])
+def test_a_damaged_unit_is_refused_by_name_and_only_its_part_is_measured_again(
+    config: MeasureConfig,
+    inputs: dict[str, Artifact],
+    expected: Artifact,
+    tmp_path: Path,
+    damage: str,
+) -> None:
+    run_and_die(config, inputs, tmp_path, 3)
+    store = ArtifactStore(tmp_path)
+    partial = store.partial_dir(measure_key(config, store, inputs=inputs))
+    unit = min((partial / "work").glob("*.json"))
+    content = unit.read_bytes()
+    last_digit = max(content.rfind(digit) for digit in b"0123456789")
+    changed = b"7" if content[last_digit : last_digit + 1] != b"7" else b"8"
+    unit.write_bytes(
+        {
+            "cut": content[:20],
+            "emptied": b"",
+            "not text": b"\xff\xfe" + content,
+            "a digit": content[:last_digit] + changed + content[last_digit + 1 :],
+            "a list": b"[]",
+        }[damage]
+    )
+    with pytest.raises(ArtifactCorruptError) as caught:
+        measure_acceptance(config, store, inputs=inputs)
+    assert str(unit) in str(caught.value)
+    assert f"the folder {partial} to measure" in str(caught.value)
+    unit.unlink()
+    resumed = measure_acceptance(config, store, inputs=inputs)
+    assert resumed.metrics["num_units_resumed"] >= 2
+    assert resumed.manifest.files == expected.manifest.files
 
 
 def test_a_resumed_measurement_repeats_no_finished_unit(

@@ -6,6 +6,7 @@ Refuses to look inside the stages, except at what a round writes and what it sta
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from distill.errors import ArtifactError, ConfigError
 from distill.losses.head import head_of
 from distill.models import load_draft, load_target
 from distill.stages import rollouts as stage
-from distill.stages.distill_draft import distill_draft, read_vocabulary
+from distill.stages.distill_draft import distill_draft
 from distill.stages.rollouts import rollouts_key, write_rollouts
 from distill.stages.run_config import RunConfig, load_config
 from distill.training.data import TargetFiles, read_rows
@@ -103,13 +104,13 @@ def test_rollouts_are_the_drafts_own_text_within_its_vocabulary_on_prompts_of_th
         ).to_pylist()
         if row["split"] == "train"
     }
-    vocabulary = read_vocabulary(draft)
-    assert vocabulary is not None
+    allowed = load_draft(draft, device="cpu").vocabulary_token_ids
+    assert allowed is not None
     for row in rows:
         assert row["split"] == "train"
         assert tuple(row["prompt_token_ids"]) in asked
         assert 1 <= len(row["completion_token_ids"]) <= 6
-        assert set(row["completion_token_ids"]) <= set(vocabulary.token_ids)
+        assert set(row["completion_token_ids"]) <= set(allowed)
 
 
 def test_the_states_beside_a_rollout_are_the_targets_on_that_text(
@@ -230,6 +231,7 @@ def test_the_config_chooses_the_pipeline_and_the_command_line_runs_it(
     assert planned.exit_code == 0, planned.output
     stages = {row["stage"]: row for row in json.loads(planned.stdout)["stages"]}
     assert stages["rollouts round 2"]["num_tokens"] == 6 * 6
+    assert stages["distill round 1"]["num_tokens"] == 4 * 64
     assert {row["state"] for row in stages.values()} == {"cached"}
 
 
@@ -251,6 +253,17 @@ def test_a_training_by_trl_refuses_rollouts_that_it_would_throw_away(
         distill_draft(config.distill.model_copy(update=changes), store, inputs=inputs)
 
 
+def test_text_that_the_target_scored_in_bytes_does_not_train_a_draft_of_the_whole_target(
+    first_run: standard.PipelineResult, config: RunConfig, tmp_path: Path
+) -> None:
+    inputs = {name: first_run.artifacts[name] for name in ("generate", "distill")}
+    in_bytes = config.target.model_copy(update={"quantize": "int8"})
+    asked = config.rollouts.model_copy(update={"target": in_bytes})
+    text = write_rollouts(asked, ArtifactStore(tmp_path), inputs=inputs)
+    with pytest.raises(ArtifactError, match=r"none, but .* \(rollouts\).*quantize: int8"):
+        distill_draft(config.distill, ArtifactStore(tmp_path), inputs=inputs | {"rollouts": text})
+
+
 def test_inputs_of_a_round_are_checked(
     first_run: standard.PipelineResult, store: ArtifactStore, config: RunConfig
 ) -> None:
@@ -261,3 +274,27 @@ def test_inputs_of_a_round_are_checked(
         write_rollouts(config.rollouts, store, inputs={"generate": generated, "distill": generated})
     with pytest.raises(ArtifactError):
         distill_draft(config.distill, store, inputs={"generate": generated, "rollouts": generated})
+
+
+def test_the_rounds_that_the_page_on_training_shows_give_the_pipelines_artifacts(
+    first_run: standard.PipelineResult,
+    store: ArtifactStore,
+    tiny_run_config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    shown = '"configs/quickstart.yaml", ["pipeline=on_policy"]'
+    assert shown in code
+    code = code.replace(shown, f"{str(tiny_run_config)!r}, {OVERRIDES!r}")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(compile(code, "training.md", "exec"), names)
+    for name, own in (("generated", "generate"), ("text", "rollouts"), ("draft", "distill")):
+        artifact, theirs = names[name], first_run.artifacts[own]
+        assert artifact.fingerprint == theirs.fingerprint, own
+        assert artifact.manifest.files == theirs.manifest.files, own
+    ours, all_theirs = (_built(where, "distill") for where in (names["store"], store))
+    assert {a.fingerprint for a in ours} <= {a.fingerprint for a in all_theirs}
+    assert len(ours) == 3

@@ -15,7 +15,7 @@ import distill
 from distill.artifacts import Artifact, ArtifactStore
 from distill.errors import ConfigError
 from distill.stages.run_config import RunConfig, load_config
-from pipelines import standard
+from pipelines import on_policy, standard
 
 
 def hashes(artifact: Artifact) -> dict[str, str]:
@@ -43,6 +43,21 @@ def test_a_run_builds_every_stage_and_leaves_nothing_unfinished(
     assert list(first_run.artifacts) == list(standard.STAGES)
     assert first_run.hits == ()
     assert not list(store.root.rglob("*.partial"))
+
+
+def test_a_measurement_that_could_only_fail_is_refused_before_anything_is_built(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    measure = config.measure.model_copy(update={"early_exit": (9,)})
+    asked = config.model_copy(update={"measure": measure})
+    for pipeline in (standard, on_policy):
+        store = ArtifactStore(tmp_path / pipeline.__name__)
+        for call in (pipeline.plan, pipeline.run):
+            with pytest.raises(ConfigError, match=r"early_exit has 9 layers, the target has 4"):
+                call(asked, store)
+        assert not list(store.root.rglob("*")), "it was known before the first stage"
+    # a run that ends before it has nothing to refuse
+    assert standard.run(asked, ArtifactStore(tmp_path), until="generate").artifacts
 
 
 def test_a_second_run_takes_everything_as_it_is(

@@ -6,6 +6,7 @@ Refuses to test stages again; the pipeline's own tests do.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import subprocess
 import sys
@@ -226,6 +227,9 @@ def test_artifacts_that_are_a_file_are_a_users_mistake(
         (errno.EACCES, 2, "Allow writing there"),
         (errno.EROFS, 2, "Allow writing there"),
         (errno.EISDIR, 2, "Choose another path"),
+        (errno.ENAMETOOLONG, 2, "choose another path"),
+        (errno.EDQUOT, 2, "Free some space"),
+        (errno.ENOENT, 1, ""),
         (errno.EIO, 1, ""),
     ],
 )
@@ -239,7 +243,7 @@ def test_what_the_disk_refuses_is_named_with_a_way_out_and_what_nobody_expected_
     def refused(*_: object) -> None:
         raise OSError(number, "refused", "some/file")
 
-    monkeypatch.setattr(cli, "_load", refused)
+    monkeypatch.setattr("distill.cli.build.load_run", refused)
     result = RUNNER.invoke(cli.app, ["run", str(tiny_run_config)])
     assert result.exit_code == exit_code
     assert expected in result.stderr
@@ -252,7 +256,7 @@ def test_a_bug_is_not_dressed_up_as_a_users_mistake(
     def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(cli, "_load", broken)
+    monkeypatch.setattr("distill.cli.build.load_run", broken)
     result = RUNNER.invoke(cli.app, ["run", str(tiny_run_config)])
     assert result.exit_code == 1
     assert isinstance(result.exception, RuntimeError)
@@ -264,7 +268,7 @@ def test_an_interrupt_says_how_to_go_on(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_load", interrupted)
+    monkeypatch.setattr("distill.cli.build.load_run", interrupted)
     result = RUNNER.invoke(cli.app, ["run", str(tiny_run_config)])
     assert result.exit_code == 130
     assert "run the same command again" in result.stderr
@@ -290,3 +294,68 @@ def test_help_imports_nothing_heavy() -> None:
     )
     assert "heavy: []" in result.stdout
     assert "Usage" in result.stdout
+
+
+def test_a_run_is_measured_again_when_asked_and_nothing_else_is_built_again(
+    finished_run: str, tiny_run_config: Path, artifacts: Path
+) -> None:
+    command = ["measure", str(tiny_run_config), "--artifacts", str(artifacts), "--json"]
+    before = json.loads(RUNNER.invoke(cli.app, command).stdout)["artifacts"]
+    times = {name: _finished(Path(row["path"])) for name, row in before.items()}
+    result = RUNNER.invoke(cli.app, [*command, "--rerun"])
+    assert result.exit_code == 0, result.output
+    after = {name: _finished(Path(row["path"])) for name, row in before.items()}
+    assert [name for name in times if after[name] != times[name]] == ["measure"]
+
+
+def _finished(path: Path) -> str:
+    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    return str(manifest["finished"])
+
+
+def test_an_occupied_output_is_noticed_before_anything_is_built(
+    tiny_run_config: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "mine.txt").write_text("keep me", encoding="utf-8")
+    store = tmp_path / "store"
+    arguments = ["export", str(tiny_run_config), "--artifacts", str(store), "-o", str(output)]
+    result = RUNNER.invoke(cli.app, arguments)
+    assert result.exit_code == 2
+    assert "exists already" in result.stderr
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+def test_a_draft_that_failed_its_gate_is_exported_only_by_force_and_its_card_says_so(
+    finished_run: str, tiny_run_config: Path, artifacts: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "bundle"
+    arguments = ["export", str(tiny_run_config), "--artifacts", str(artifacts), "-o", str(output)]
+    # the other bounds would depend on the clock
+    gate = ["--set", "measure.gate.min_alpha=1.0", "--set", "measure.gate.lossless=false"]
+    refused = RUNNER.invoke(cli.app, [*arguments, *gate])
+    assert refused.exit_code == 3
+    assert "measure.gate.min_alpha is 1" in refused.stderr
+    assert "Nothing was exported; --force" in refused.stderr
+    assert not output.exists()
+    forced = RUNNER.invoke(cli.app, [*arguments, *gate, "--force"])
+    assert forced.exit_code == 0, forced.output
+    card = (output / "README.md").read_bytes()
+    assert b"**It failed its gate, and was exported all the same**: measure.gate.min_alpha" in card
+    manifest = json.loads((output / "draft_manifest.json").read_text(encoding="utf-8"))
+    assert manifest["gate_failures"][0].startswith("measure.gate.min_alpha is 1")
+    (entry,) = [row for row in manifest["files"] if row["path"] == "README.md"]
+    assert entry["sha256"] == hashlib.sha256(card).hexdigest()
+    passed = RUNNER.invoke(
+        cli.app, [*arguments[:-1], str(tmp_path / "other"), "--set", "measure.gate.lossless=false"]
+    )
+    assert passed.exit_code == 0, passed.output
+    assert "failed its gate" not in (tmp_path / "other" / "README.md").read_text(encoding="utf-8")
+
+
+def test_an_artifacts_folder_that_cannot_be_made_is_a_users_mistake(tiny_run_config: Path) -> None:
+    command = ["run", str(tiny_run_config), "--artifacts", "/proc/nowhere/store"]
+    result = RUNNER.invoke(cli.app, command)
+    assert result.exit_code == 2, result.output
+    assert "choose another path (--artifacts, --output)" in result.stderr

@@ -25,7 +25,6 @@ from distill.stages.distill_draft import (
     build_undistilled,
     distill_draft,
     distill_key,
-    read_vocabulary,
 )
 from distill.stages.measure_runs import read_held_out
 from distill.training.data import TargetFiles
@@ -179,8 +178,8 @@ def test_the_payload_is_a_draft_that_loads_and_a_log_without_a_clock(
     names = {entry.path for entry in artifact.manifest.files}
     assert {"draft/config.json", "draft/model.safetensors", "draft/tokenizer.json"} <= names
     assert "draft_vocabulary.json" not in names
-    assert read_vocabulary(artifact) is None
     draft = load_draft(artifact, device="cpu")
+    assert draft.vocabulary is None
     assert draft.shape.num_hidden_layers == 2
     assert draft.tokenizer.chat_template
     log = [
@@ -312,13 +311,14 @@ def test_a_vocabulary_subset_is_written_and_holds_the_stop_ids(
     artifact = distill_draft(
         make_config(vocabulary_size=100), store, inputs={"generate": generated}
     )
-    vocabulary = read_vocabulary(artifact)
+    draft = load_draft(artifact, device="cpu")
+    vocabulary = draft.vocabulary
     assert vocabulary is not None
     assert len(vocabulary.token_ids) == 100
     assert 1 in vocabulary.token_ids
     assert artifact.metrics["vocabulary_coverage"] == vocabulary.coverage
     # the head itself stays whole: runtimes that know no subset load it as it is
-    assert load_draft(artifact, device="cpu").shape.vocab_size == 300
+    assert draft.shape.vocab_size == 300
 
 
 @pytest.mark.parametrize("vocabulary_size", [None, 290])

@@ -10,20 +10,25 @@ with an untied head. A layer has 192 (attention) + 384 (MLP) + 16 (norms) = 592 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distill.artifacts import ArtifactKey
 from distill.config import parse_config
 from distill.corpus import Prompt
 from distill.errors import ConfigError
 from distill.initialization import ScratchConfig, initialize
 from distill.models import ModelConfig, ModelShape, load_target
-from distill.stages.estimate import draft_shape, estimate_run
+from distill.stages.candidates import plan_candidates
+from distill.stages.estimate import estimate_of, estimate_run
 from distill.stages.generate_plan import Chunk, Question
+from distill.stages.plan_shapes import draft_shape, known_shapes
 from distill.stages.run_config import RunConfig
+from distill.stages.speed_plan import plan_speed
 
 SHAPE = {
     "num_hidden_layers": 4,
@@ -72,6 +77,7 @@ def make_config(tmp_path: Path) -> MakeConfig:
             },
             "measure": {
                 "temperatures": [0.0, 1.0],
+                "num_draft_tokens": 3,
                 "max_new_tokens": 4,
                 "batch_size": 2,
                 "timing": {"enabled": False},
@@ -140,8 +146,10 @@ def test_distill_needs_room_for_two_states_and_the_best_weights_twice(
     assert estimate.num_tokens == 200
     # 1352 weights of 2 bytes; 1192 are trained: twice 12 bytes of state and 4 of the best
     assert estimate.disk_bytes == 2704 + 1192 * 32
-    # target, frozen tables in float32, 20 bytes a trained weight, the mapped states of 320 tokens
-    assert estimate.memory_bytes == 5072 + 4 * 160 + 1192 * 20 + 320 * 20
+    # target, frozen tables in float32, 20 bytes a trained weight; beside them, in main memory, the
+    # mapped states of 320 tokens
+    assert estimate.memory_bytes == 5072 + 4 * 160 + 1192 * 20
+    assert estimate.mapped_bytes == 320 * 20
     # 6 operations for each of 1192 weights, which read 8 tokens of prompt with 16 of answer, and
     # for each of 80 of the head, which does not; 2 for each of the target's head
     assert estimate.duration_s == pytest.approx(200 * (6 * (1192 * 1.5 + 80) + 2 * 80) / 500)
@@ -178,21 +186,22 @@ def test_tokens_that_are_chosen_cost_two_forward_passes_and_the_reference_memory
 
 def test_a_target_that_nothing_runs_leaves_its_head_in_memory(make_config: MakeConfig) -> None:
     estimate = estimate_run(make_config(decode_every=None))["distill"]
-    assert estimate.memory_bytes == 160 + 4 * 160 + 1192 * 20 + 320 * 20
+    assert estimate.memory_bytes == 160 + 4 * 160 + 1192 * 20
     small = estimate_run(make_config("generate.max_new_tokens=1", decode_every=None))["distill"]
-    assert small.memory_bytes == 160 + 4 * 160 + 1192 * 20 + 20 * 20
+    assert small.mapped_bytes == 20 * 20
 
 
 def test_trained_embeddings_are_part_of_the_state(make_config: MakeConfig) -> None:
     estimate = estimate_run(make_config(train_embeddings=True))["distill"]
     assert estimate.disk_bytes == 2704 + 1352 * 32
-    assert estimate.memory_bytes == 5072 + 1352 * 20 + 320 * 20
+    assert estimate.memory_bytes == 5072 + 1352 * 20
 
 
 def test_answers_without_states_take_no_room_for_them(make_config: MakeConfig) -> None:
     estimates = estimate_run(make_config("generate.target_store=none"))
     assert estimates["generate"].disk_bytes == 320 * 16 + 20 * 8 * 16
     assert estimates["distill"].memory_bytes == 5072 + 4 * 160 + 1192 * 20
+    assert estimates["distill"].mapped_bytes == 0
 
 
 def test_measure_counts_the_half_of_the_held_out_prompts_that_it_decodes(
@@ -276,3 +285,50 @@ def test_an_unknown_target_leaves_only_tokens_to_be_estimated(make_config: MakeC
         assert estimates[name].disk_bytes is None
         assert "set `shape:`" in estimates[name].note
     assert estimates["generate"].num_tokens == 320
+
+
+def test_a_later_round_trains_for_its_own_number_of_steps(make_config: MakeConfig) -> None:
+    estimates = estimate_run(make_config("pipeline=on_policy", "rollouts.steps_per_round=3"))
+    first, later = (
+        estimate_of(estimates, ArtifactKey("distill", "0" * 64, {"inputs": dict.fromkeys(names)}))
+        for names in (("generate",), ("generate", "rollouts", "distill"))
+    )
+    assert (first.num_tokens, later.num_tokens) == (10 * 20, 3 * 20)
+    assert first.duration_s is not None
+    assert later.duration_s == pytest.approx(0.3 * first.duration_s)
+    assert later.memory_bytes == first.memory_bytes
+
+
+def test_a_stage_that_needs_more_memory_than_the_hardware_has_says_so(
+    make_config: MakeConfig,
+) -> None:
+    # generate needs 11,216 bytes, distill more
+    estimates = estimate_run(make_config("hardware.memory_bytes=11216"))
+    assert "hardware.memory_bytes" not in estimates["generate"].note
+    assert estimates["distill"].note.startswith("MORE than hardware.memory_bytes, 0 MB")
+    enough = estimate_run(make_config())
+    assert not any("hardware.memory_bytes" in one.note for one in enough.values())
+
+
+def test_mapped_files_are_not_counted_against_the_memory_that_computes(
+    make_config: MakeConfig,
+) -> None:
+    needed = 5072 + 4 * 160 + 1192 * 20
+    estimate = estimate_run(make_config(f"hardware.memory_bytes={needed}"))["distill"]
+    assert estimate.mapped_bytes > 0
+    assert "hardware.memory_bytes" not in estimate.note
+
+
+def test_each_model_is_looked_up_once_in_a_plan(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    draft = {"model": "org/no-draft", "shape": SHAPE}
+    config = make_config(initialization={"kind": "existing", "model": draft})
+    caplog.set_level(logging.INFO)
+    shape_of = known_shapes()
+    estimate_run(config, shape_of)
+    plan_candidates(config, shape_of)
+    plan_speed(config, shape_of=shape_of)
+    said = [text for text in caplog.messages if "using the shape in the config" in text]
+    assert len(said) == 2
+    assert len(set(said)) == 2

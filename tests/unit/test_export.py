@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from distill.artifacts import Artifact, ArtifactStore
+from distill.bundle import copy_bundle
 from distill.config import Config
 from distill.draft_tokens import best_num_draft_tokens
 from distill.errors import ArtifactError, ExportError, PairMismatchError
 from distill.export import (
     ExportConfig,
     _check_reload,
-    copy_bundle,
     export_draft,
     export_key,
 )
@@ -344,7 +344,7 @@ def test_the_card_shows_acceptance_with_intervals_and_says_what_was_not_run(
     )
     card = artifact.file("draft/README.md").read_text(encoding="utf-8")
     assert card.startswith("---\n")
-    assert "| 0.0 | chat | 2 | 0.75 (0.50 to 0.88) | 0.25 | – |" in card
+    assert "| 0.0 | chat | 2 | 0.75 (0.50 to 0.88; fewer than 8 prompts) | 0.25 | – |" in card
     assert card.count("(not run") == 3
     assert "Not stated by who made this bundle." in card
     assert "Note: context: the target reaches 512 tokens, the draft 256" in card
@@ -543,6 +543,20 @@ def test_a_draft_that_never_helps_is_exported_with_one_token_and_the_card_says_s
     assert contract_of(artifact)["num_draft_tokens"] == 1
     card = artifact.file("draft/README.md").read_text(encoding="utf-8")
     assert "no number of draft tokens is faster than plain decoding" in card
+
+
+def test_a_measurement_with_the_target_held_in_another_way_is_refused(
+    config: ExportConfig,
+    store: ArtifactStore,
+    make_distilled: Callable[..., Artifact],
+    measured: Callable[..., Artifact],
+) -> None:
+    distilled = make_distilled()
+    in_bytes = config.target.model_copy(update={"quantize": "int8"})
+    asked = config.model_copy(update={"target": in_bytes})
+    inputs = {"distill": distilled, "measure": measured(distilled)}
+    with pytest.raises(ArtifactError, match=r"quantize: int8, but .* \(measure\).*quantize: none"):
+        export_draft(asked, store, inputs=inputs)
 
 
 def test_a_measurement_of_another_draft_is_refused_with_both_fingerprints(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distill.errors import ConfigError, RegistryError
+from distill.errors import ConfigError, RegistryError, TrainingError
 from distill.losses import (
     LOSSES,
     DraftColumns,
@@ -368,3 +368,11 @@ def test_of_equal_gaps_the_earlier_position_is_kept() -> None:
 
 def test_a_loss_that_is_not_a_number_is_kept_and_so_reported() -> None:
     assert _kept([0.0, math.nan, 5.0], [0.0, 0.0, 0.0], 0.3) == [1]
+    # of both drafts: a row that no draft can read, which the loop names
+    assert _kept([0.0, math.nan, 5.0], [0.0, math.nan, 0.0], 0.3) == [1]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_reference_whose_loss_is_not_a_number_chooses_nothing(bad: float) -> None:
+    with pytest.raises(TrainingError, match=r"reference draft.* at 2 of 3 .*distill.reference"):
+        _kept([1.0, 2.0, 5.0], [bad, 1.0, bad], 0.3)

@@ -224,6 +224,18 @@ def test_rules_agree_at_temperature_zero_and_rank_as_they_must_above(
     assert sampled["speculative_sampling"]["value"] >= sampled["sample_and_match"]["value"]
 
 
+def test_a_model_draft_covers_every_call_that_had_room_for_a_draft(
+    measured: Artifact, acceptance: dict[str, Any]
+) -> None:
+    for temperature in (0.0, 1.0):
+        for draft in ("distilled", "undistilled"):
+            assert given.cell(acceptance, draft, temperature)["draft_coverage"] == 1.0
+    # Twelve tokens that accept none of three: a call each, and the last one can draft nothing.
+    rows = pq.read_table(measured.file("records.parquet")).to_pylist()
+    worst = next(r for r in rows if r["draft"] == "distilled" and r["num_target_calls"] == 12)
+    assert (worst["num_accepted"], worst["num_rounds"], worst["num_draftable_calls"]) == (0, 11, 11)
+
+
 def test_records_add_up_to_the_cells(measured: Artifact, acceptance: dict[str, Any]) -> None:
     rows = pq.read_table(measured.file("records.parquet")).to_pylist()
     mine = [r for r in rows if (r["draft"], r["temperature"]) == ("distilled", 1.0)]
@@ -314,11 +326,18 @@ def test_differences_say_in_words_what_they_mean(acceptance: dict[str, Any]) -> 
     assert all("distilled" in row["sentence"] and row["num_prompts"] == 5 for row in pooled)
 
 
-def test_greedy_answers_of_every_draft_are_the_plain_ones(acceptance: dict[str, Any]) -> None:
+def test_greedy_answers_of_every_draft_are_the_plain_ones(
+    measured: Artifact, acceptance: dict[str, Any]
+) -> None:
     lossless = acceptance["lossless"]
     assert (lossless["num_compared"], lossless["num_identical"]) == (5, 5)
     counts = {row["draft"]: row["num_identical"] for row in lossless["by_draft"]}
-    assert counts == {"distilled": 5, "undistilled": 5, "prompt_lookup": 5}
+    # A lookup that found nothing to propose in an answer is in no comparison of it.
+    rows = pq.read_table(measured.file("records.parquet")).to_pylist()
+    copied = [r for r in rows if r["draft"] == "prompt_lookup" and r["temperature"] == 0.0]
+    num_copied = sum(r["num_tested"] > 0 for r in copied)
+    assert counts == {"distilled": 5, "undistilled": 5, "prompt_lookup": num_copied}
+    assert [row["num_broken"] for row in lossless["by_draft"]] == [0, 0, 0]
     assert lossless["divergences"] == []
 
 
@@ -455,7 +474,7 @@ def test_ties_and_wrong_answers_are_counted_apart(target_dir: Path) -> None:
         prompts,
         {(0.0, "same"): plain, (0.0, "wrong"): plain},
         [
-            PromptRecord("distilled", t, name, "chat", {}, 0, {})
+            PromptRecord("distilled", t, name, "chat", {"num_tested": 1}, 0, {})
             for t, name in ((0.0, "same"), (0.0, "wrong"), (1.0, "wrong"))
         ],
         [plain, wrong, wrong],
@@ -483,7 +502,12 @@ def _timed(speeds: dict[float, float], rival: float = 0.9) -> dict[str, Any]:
             "temperature": temperature,
             "num_draft_tokens": 2,
             "predicted_speedup": 1.5,
-            "speedup": {"value": speed, "low": speed - 0.1, "high": speed + 0.1},
+            "speedup": {
+                "value": speed,
+                "low": speed - 0.1,
+                "high": speed + 0.1,
+                "num_prompts": 8,
+            },
         }
 
     curves = {0.0: [1.2, 1.5, 1.6], 1.0: [1.1, 1.3, 0.9]}
@@ -546,7 +570,9 @@ def test_without_greedy_answers_nothing_is_shipped_because_nothing_was_checked()
     unchecked = {"num_compared": 0, "num_broken": 0}
     verdict = decide(unchecked, _timed({0.0: 3.0, 1.0: 3.0}))
     assert verdict["ship"] is False
-    assert "losslessness was not checked: add temperature 0" in verdict["reasons"]
+    assert verdict["reasons"][0] == (
+        "losslessness was not checked: no greedy answer was compared; add temperature 0"
+    )
 
 
 def test_a_draft_that_is_slower_at_every_depth_gets_no_draft_tokens() -> None:
@@ -696,6 +722,23 @@ def test_close_temperatures_do_not_share_results(tmp_path: Path) -> None:
 
     assert len(units_after(0.1234561)) == 1
     assert len(units_after(0.1234562)) == 2
+
+
+def test_no_name_of_a_draft_is_that_of_another_unit(
+    store: ArtifactStore, target_dir: Path, tiny_pair_dirs: tuple[Path, Path], inputs: Any
+) -> None:
+    names = ("analytic", "law", "self_tests", "scan")
+    draft = given.model_config(tiny_pair_dirs[1])
+    config = given.measure_config(
+        target_dir,
+        temperatures=(1.0,),
+        undistilled=False,
+        prompt_lookup=False,
+        drafts=dict.fromkeys(names, draft),
+    )
+    found = given.read_acceptance(measure_acceptance(config, store, inputs=inputs))
+    rates = [given.cell(found, name, 1.0)["acceptance_rate"] for name in ("distilled", *names)]
+    assert rates == [rates[0]] * 5  # the same weights under every name
 
 
 def test_the_draft_is_measured_in_the_precision_it_is_served_in(

@@ -14,7 +14,10 @@ import pytest
 import torch
 
 from distill.artifacts import ArtifactStore
+from distill.drafters.causal_lm import CausalLMDrafter
+from distill.errors import ContextLengthError
 from distill.metrics.summary import PromptRecord
+from distill.metrics.verdict import decide, gate_failures
 from distill.models import LoadedModel, load_target
 from distill.runtime.stats import DecodeStats
 from distill.sampling import SamplingConfig, probs_by_row
@@ -138,9 +141,16 @@ def test_the_decoded_self_test_keeps_to_the_bound_it_states(
 
 
 def _audit(
-    target: LoadedModel, wrong: dict[str, str], draft: str, batch_size: int = 2
+    target: LoadedModel,
+    wrong: dict[str, str],
+    draft: str,
+    batch_size: int = 2,
+    **num_tested: int,
 ) -> dict[str, Any]:
-    """Greedy answers of two drafts to three prompts; ``wrong``: draft -> the prompt it breaks."""
+    """Greedy answers of two drafts to three prompts; ``wrong``: draft -> the prompt it breaks.
+
+    ``num_tested``: draft tokens tested in each answer of a draft, 1 if not said.
+    """
     plain = {
         p.prompt_id: result.token_ids
         for p, result in zip(
@@ -160,7 +170,8 @@ def _audit(
     records, emitted = [], []
     for name in ("ours", "rival"):
         for prompt_id, tokens in plain.items():
-            records.append(PromptRecord(name, 0.0, prompt_id, "chat", {}, 0, {}))
+            counts = {"num_tested": num_tested.get(name, 1)}
+            records.append(PromptRecord(name, 0.0, prompt_id, "chat", counts, 0, {}))
             is_wrong = wrong.get(name) == prompt_id
             emitted.append([*tokens[:2], (tokens[2] + 1) % 300] if is_wrong else list(tokens))
     return measure_audit.compare_greedy(
@@ -172,6 +183,48 @@ def _audit(
         draft=draft,
         decoded=measure_audit.Audited(2, 6, batch_size),
     )
+
+
+def test_answers_without_a_draft_token_in_them_are_compared_with_nothing(
+    target: LoadedModel,
+) -> None:
+    # Plain decoding beside plain decoding: identical, and no evidence of anything.
+    found = _audit(target, {}, "ours", ours=0)
+    assert (found["num_compared"], found["num_identical"], found["num_broken"]) == (0, 0, 0)
+    assert [(row["draft"], row["num_compared"]) for row in found["by_draft"]] == [
+        ("ours", 0),
+        ("rival", 3),
+    ]
+    bounds = {"min_speedup": None, "min_alpha": None, "lossless": True}
+    cells = [{"draft": "ours", "task": None, "temperature": 0.0}]
+    (failure,) = gate_failures(bounds, cells, found, {}, draft="ours")
+    assert "was not checked: not one draft token was tested in the greedy answers" in failure
+    verdict = decide(found, {}, draft="ours")
+    assert "add temperature 0" not in verdict["reasons"][0]
+
+
+def test_a_wrong_answer_counts_although_nothing_was_drafted_in_it(target: LoadedModel) -> None:
+    found = _audit(target, {"ours": "p1"}, "ours", ours=0)
+    assert (found["num_compared"], found["num_identical"], found["num_broken"]) == (1, 0, 1)
+
+
+def test_draws_that_tested_no_draft_token_test_no_law(
+    target: LoadedModel, draft: Contestant
+) -> None:
+    model = draft.model
+    assert model is not None
+    silent = CausalLMDrafter(model.model)
+    silent.max_length = 1  # as a draft whose context every prompt fills
+
+    class Silent(Contestant):
+        def make_drafter(self) -> Any:
+            return silent
+
+    samples = measure_audit.draw_law_samples(
+        target, Silent("draft", model), PROMPTS, 1.0, num_samples=64, seed=0
+    )
+    row = measure_audit.law_row(samples, draft="draft", temperature=1.0)
+    assert (row["num_samples"], row["is_same_law"]) == (0, None)
 
 
 def test_broken_answers_are_counted_by_the_draft_that_gave_them(target: LoadedModel) -> None:
@@ -301,6 +354,25 @@ def test_a_batch_is_planned_with_the_costs_of_its_own_temperature(
     assert rows == [(4, 0.0, 0.1), (4, 1.0, 0.9)]
     # 1 + .8 + .64 tokens over 1 + 2 c: worth it at the cheap temperature alone.
     assert [p["by_batch_size"][0]["num_draft_tokens"] for p in found["plans"]] == [2, 0]
+
+
+def test_only_prompts_with_room_for_a_whole_timed_answer_are_timed(
+    target: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit = target.shape.max_position_embeddings
+    prompts = [HeldOutPrompt(f"p{n}", "chat", (5,) * n, {}) for n in (3, 10)]
+
+    def timed(max_new_tokens: int, **more: Any) -> list[str]:
+        config = TimingConfig(max_new_tokens=max_new_tokens, **more)
+        return [p.prompt_id for p in measure_timing.check_timed(prompts, target, config)]
+
+    assert timed(limit - 10) == ["p3", "p10"]
+    assert caplog.text == ""
+    assert timed(limit - 9) == ["p3"]
+    assert "1 of 2 prompts are not timed" in caplog.text
+    with pytest.raises(ContextLengthError, match=r"timing.max_new_tokens is \d+; the target's con"):
+        timed(limit - 2)
+    assert timed(limit - 2, enabled=False) == []
 
 
 def test_a_timing_has_enough_prompts_unless_it_is_asked_for_fewer() -> None:

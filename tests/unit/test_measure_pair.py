@@ -10,17 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from distill.artifacts import ArtifactStore
 from distill.cli import app
 from distill.errors import ArtifactError, ConfigError, PairMismatchError
 from distill.held_out import reporting_half, selection_half
-from distill.models import load_target
+from distill.models import ModelConfig, load_target
+from distill.models.quantization import is_quantized
 from distill.report import compare_runs
 from distill.stages.measure import measure_acceptance
-from distill.stages.measure_pair import is_pair_config, load_pair_config
+from distill.stages.measure_pair import (
+    PairConfig,
+    is_pair_config,
+    load_contestant,
+    load_pair_config,
+)
 from tests import helpers
 from tests import measure_helpers as given
 
@@ -224,6 +232,102 @@ def test_a_draft_of_another_vocabulary_is_named(
     assert config.measure is not None
     with pytest.raises(PairMismatchError, match="other"):
         measure_acceptance(config.measure, ArtifactStore(tmp_path), inputs={})
+
+
+@pytest.mark.parametrize(
+    ("asked", "held", "is_target"),
+    [
+        ({}, {}, True),
+        ({}, {"dtype": "float32"}, True),
+        ({"device": "auto", "dtype": "float32"}, {"dtype": "float32"}, True),
+        ({"quantize": "int8"}, {"quantize": "int8"}, True),
+        ({"quantize": "int8"}, {}, False),
+        ({}, {"quantize": "int8"}, False),
+        ({"dtype": "bfloat16"}, {"dtype": "float32"}, False),
+        ({"trust_remote_code": True}, {}, False),
+    ],
+)
+def test_a_draft_is_the_target_itself_only_where_it_is_held_the_same_way(
+    asked: dict[str, Any],
+    held: dict[str, Any],
+    is_target: bool,
+    tiny_pair_dirs: tuple[Path, Path],
+) -> None:
+    path = str(tiny_pair_dirs[0])
+    target_config = ModelConfig.model_validate({"model": path, "device": "cpu", **held})
+    target = load_target(target_config)
+    config = ModelConfig.model_validate({"model": path, **asked})
+    found = load_contestant("draft", config, target_config, target).model
+    assert found is not None
+    assert (found is target) == is_target
+    assert is_quantized(found.model) == (config.quantize == "int8")
+    if config.dtype != "auto":
+        assert found.dtype == getattr(torch, config.dtype)
+
+
+def test_sizes_that_are_not_the_models_are_refused_though_the_draft_is_the_target(
+    tiny_pair_dirs: tuple[Path, Path],
+) -> None:
+    target_config = given.model_config(tiny_pair_dirs[0])
+    target = load_target(target_config)
+    other = target.shape.model_copy(update={"num_hidden_layers": 9})
+    right, wrong = (target_config.model_copy(update={"shape": s}) for s in (target.shape, other))
+    assert load_contestant("draft", right, target_config, target).model is target
+    with pytest.raises(ConfigError, match="config says 9, the model has 4"):
+        load_contestant("draft", wrong, target_config, target)
+
+
+def test_the_target_in_bytes_as_its_own_draft_is_measured_and_not_the_target(
+    tiny_pair_dirs: tuple[Path, Path], tiny_corpus: Path, tmp_path: Path
+) -> None:
+    in_bytes = {"model": str(tiny_pair_dirs[0]), "quantize": "int8"}
+    settings = _settings(
+        tiny_pair_dirs,
+        tiny_corpus,
+        draft=in_bytes,
+        drafts={"itself": {"model": str(tiny_pair_dirs[0])}},
+        early_exit=[],
+        prompt_lookup=False,
+        temperatures=[1.0],
+        law_samples=0,
+    )
+    path = tmp_path / "pair.yaml"
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    config = load_pair_config(path).measure
+    assert config is not None
+    found = given.read_acceptance(measure_acceptance(config, ArtifactStore(tmp_path), inputs={}))
+    alpha = {
+        name: given.cell(found, name, 1.0)["analytic_acceptance_rate"]["value"]
+        for name in ("draft", "itself")
+    }
+    assert 1.0 - alpha["itself"] < 1e-5  # rounding alone
+    assert 1e-4 < 1.0 - alpha["draft"] < 0.1  # what a byte a weight rounds away
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_target_of_its_own_in_measure_is_refused(
+    same: bool, tiny_pair_dirs: tuple[Path, Path], tiny_corpus: Path, tmp_path: Path
+) -> None:
+    settings = _settings(tiny_pair_dirs, tiny_corpus)
+    target = settings["target"] if same else {"model": str(tiny_pair_dirs[1])}
+    path = tmp_path / "pair.yaml"
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    with pytest.raises(ConfigError, match="taken from the top-level target; remove it"):
+        load_pair_config(path, [f"measure.target={json.dumps(target)}"])
+    settings["measure"]["target"] = target
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    with pytest.raises(ConfigError, match="taken from the top-level target; remove it"):
+        load_pair_config(path)
+
+
+def test_a_pair_put_together_of_two_targets_is_refused_with_both(
+    pair_file: Path, tiny_pair_dirs: tuple[Path, Path]
+) -> None:
+    config = load_pair_config(pair_file)
+    other = given.model_config(tiny_pair_dirs[1])
+    with pytest.raises(ValidationError, match="a pair has one target") as caught:
+        PairConfig(name="pair", target=other, measure=config.measure)
+    assert all(str(path) in str(caught.value) for path in tiny_pair_dirs)
 
 
 @pytest.mark.parametrize(

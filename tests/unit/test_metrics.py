@@ -7,6 +7,7 @@ that always reads 100%), 119 (more accepted, yet slower).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -296,6 +297,18 @@ def test_paired_interval_equals_scipy_on_resampled_prompts() -> None:
 def test_a_draft_without_an_analytic_rate_says_so() -> None:
     cell = _cells([_record("ngram", "p1", "math", [1], sums={})])["ngram", None]
     assert cell["analytic_acceptance_rate"]["value"] is None
+
+
+def test_calls_without_room_for_a_draft_do_not_lower_its_coverage() -> None:
+    # Six calls of which the last had room for no draft; a lookup that found nothing in two more.
+    record = _record("ours", "p1", "math", [1] * 5)
+    last = {"num_target_calls": 6}
+    full = replace(record, counts={**record.counts, **last}, num_draftable_calls=5)
+    assert _cells([full])["ours", None]["draft_coverage"] == 1.0
+    silent = replace(record, counts={**record.counts, "num_target_calls": 8})
+    assert _cells([replace(silent, num_draftable_calls=7)])["ours", None]["draft_coverage"] == 5 / 7
+    # Where nobody counted, every call is taken to have had room.
+    assert _cells([silent])["ours", None]["draft_coverage"] == 5 / 8
 
 
 # ------------------------------------------------------------------------------ timing

@@ -96,5 +96,44 @@ def test_without_a_degree_of_freedom_the_law_is_not_judged(
     json.dumps(found.to_dict(), allow_nan=False)
 
 
+# A law that leaves no choice: one outcome with all but a sliver of the mass.
+
+
+@pytest.mark.parametrize("number", [64, 8192])
+def test_draws_of_a_nearly_certain_law_are_judged_however_many_they_are(number: int) -> None:
+    found = law_test([([number, 0, 0], [1.0 - 1e-6, 1e-6, 0.0])])
+    assert found.degrees_of_freedom == 0
+    assert (found.is_same_law, found.p_value) == (True, 1.0)
+
+
+def test_the_p_value_of_a_nearly_certain_law_is_the_binomial_tail() -> None:
+    # 3 of 100 where 1 in 100 is expected: P(3 or more) = 1 - P(0) - P(1) - P(2).
+    by_hand = 1 - 0.99**100 - 100 * 0.01 * 0.99**99 - 4950 * 0.01**2 * 0.99**98
+    found = law_test([([97, 3], [0.99, 0.01])])
+    assert found.p_value == pytest.approx(by_hand)
+    assert found.is_same_law
+    # Two such samples: the smaller of the two tails, twice.
+    both = law_test([([97, 3], [0.99, 0.01]), ([100, 0], [0.99, 0.01])])
+    assert both.p_value == pytest.approx(2 * by_hand)
+
+
+def test_a_draft_that_changes_a_nearly_certain_law_is_caught() -> None:
+    assert law_test([([90, 10], [0.99, 0.01])]).is_same_law is False
+    beside = ([50, 50], [0.5, 0.5])
+    assert law_test([beside]).is_same_law is True
+    assert law_test([beside, ([90, 10], [0.99, 0.01])]).is_same_law is False
+
+
+def test_the_change_said_to_be_detectable_in_a_nearly_certain_law_is_found_as_often() -> None:
+    law = [0.995, 0.005]
+    number = 256
+    shift = law_test([([number, 0], law)]).detectable_total_variation
+    assert shift is not None
+    rng = np.random.default_rng(4)
+    counts = rng.binomial(number, 0.005 + shift, 400)
+    found = sum(law_test([([number - n, n], law)]).is_same_law is False for n in counts.tolist())
+    assert 0.72 <= found / 400 <= 0.88  # 0.8 claimed
+
+
 def test_a_certain_fault_is_one_even_without_a_degree_of_freedom() -> None:
     assert law_test([([3, 1], [1.0, 0.0])]).is_same_law is False

@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 
 import pytest
 
+from distill.initialization import ScratchConfig
+from distill.stages.candidates import candidate_table, plan_candidates
 from distill.stages.run_config import RunConfig, load_config
 from distill.stages.speed_plan import plan_speed, speed_table
 
@@ -62,8 +64,31 @@ class Measured:
 
     metrics: ClassVar[dict[str, Any]] = {
         "timing": {
+            "conditions": {"device": "cpu"},
+            "target_step_ms": {"median": 10.0},
             "verify_cost_ratio": {"1": 1.0, "5": 1.4},
-            "draft_costs": [{"draft": "distilled", "draft_cost_ratio": 0.2}],
+            "draft_costs": [
+                {
+                    "draft": "distilled",
+                    "temperature": 1.0,
+                    "draft_cost_ratio": 0.2,
+                    "draft_step_ms": {"median": 2.0},
+                }
+            ],
+            "batches": [
+                {
+                    "batch_size": 4,
+                    "temperature": 1.0,
+                    "draft_cost_ratio": 0.3,
+                    "verify_cost_ratio": {"1": 1.0, "3": 2.0, "5": 4.0},
+                },
+                {
+                    "batch_size": 4,
+                    "temperature": 0.0,
+                    "draft_cost_ratio": 0.9,
+                    "verify_cost_ratio": {"1": 9.0, "5": 9.0},
+                },
+            ],
             "plans": [
                 {
                     "draft": "distilled",
@@ -82,6 +107,36 @@ def test_what_was_measured_takes_the_place_of_what_was_assumed(config: RunConfig
     assert (found["source"], found["draft_cost_ratio"]) == ("measured", 0.2)
     assert found["verify_cost_ratio"] == {"1": 1.0, "5": 1.4}
     assert "temperature 1: do not speculate" in str(speed_table(found).caption)
+
+
+def test_the_batch_sizes_that_were_timed_keep_their_rows(config: RunConfig) -> None:
+    found = plan_speed(config, Measured())  # type: ignore[arg-type]
+    assert found is not None
+    rows = [(row["batch_size"], row["draft_cost_ratio"]) for row in found["by_batch_size"]]
+    assert rows == [(1, 0.2), (4, 0.3)]
+    table = speed_table(found)
+    assert list(table.columns[0].cells) == ["1", "4"]
+    # At 0.9 and K = 4: 1 + 0.9 + 0.81 + 0.729 + 0.6561 tokens for 1.4 + 4 x 0.2 steps; of a batch
+    # of 4, at K = 1, 1.9 tokens for 1.5 + 0.3 steps.
+    best = {row["batch_size"]: row["by_alpha"][-1] for row in found["by_batch_size"]}
+    assert best[1]["predicted_speedup"] == pytest.approx(4.0951 / 2.2)
+    assert best[4]["num_draft_tokens"] == 1
+    assert best[4]["predicted_speedup"] == pytest.approx(1.9 / 1.8)
+
+
+def test_the_shapes_show_the_cost_that_was_measured(config: RunConfig) -> None:
+    other = ScratchConfig(num_layers=1)
+    with_other = config.model_copy(update={"candidates": (other,)})
+    before = plan_candidates(with_other).candidates
+    plan = plan_candidates(with_other, measured=Measured())  # type: ignore[arg-type]
+    own, beside = plan.candidates
+    assert (own.draft_cost_ratio, own.draft_step_ms) == (0.2, 2.0)
+    assert own.draft_cost_ratio != before[0].draft_cost_ratio
+    # the other was not measured, but is verified by the target that was
+    assert beside.draft_cost_ratio == before[1].draft_cost_ratio
+    assert beside.by_alpha[-1]["predicted_speedup"] < before[1].by_alpha[-1]["predicted_speedup"]
+    assert [cell[0] == "~" for cell in candidate_table(plan).columns[3].cells] == [False, True]
+    assert "as the measure stage found them" in plan.note
 
 
 def test_without_a_shape_nothing_is_promised(config: RunConfig) -> None:

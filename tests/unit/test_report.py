@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -23,20 +24,65 @@ from distill.metrics.distribution import law_test
 from distill.metrics.planner_tables import Rates, improvements, speedups_by_alpha
 from distill.metrics.self_tests import SelfTest
 from distill.metrics.summary import PromptRecord
-from distill.report import build_report, render, report_table, write_report
+from distill.report import build_report, plots, render, report_table, write_report
 
 DRAFTS = ("distilled", "undistilled", "prompt_lookup")
 TASKS = ("chat", "math <b>& $x_1$")
 
 
-TRAINED = {"num_parameters": 42_500_000, "num_steps": 380, "num_tokens": 9000, "train_s": 61.5}
+SCORE = {"acceptance": 0.5, "greedy_agreement": 0.6, "num_positions": 800}
+TRAINED = {
+    "held_out_before": SCORE | {"acceptance": 0.3},
+    "held_out_after": SCORE,
+    "best_step": 360,
+    "is_stopped_early": False,
+    "num_steps": 380,
+    "num_tokens": 9000,
+    "num_epochs": 2,
+    "num_parameters": 42_500_000,
+    "vocabulary_coverage": 0.99,
+    "train_s": 61.5,
+    "tokens_per_s": 146.3,
+    "wall_s": 80.0,
+    "initialization": {
+        "kind": "pruned",
+        "layers": [0, 29],
+        "block_influence": [0.4, 0.1],
+        "mean_norm_gain": 1.1,
+    },
+}
+ANSWERED = {
+    **{f"num_{status}": 1 for status in ("completed", "truncated", "rejected", "failed")},
+    **{f"num_prompts_{status}": 1 for status in ("completed", "truncated", "rejected", "failed")},
+    "num_rows": 100,
+    "num_train_rows": 90,
+    "num_held_out_rows": 10,
+    "num_rows_of_task/chat": 100,
+    "num_completion_tokens": 9000,
+    "num_prompt_tokens": 500,
+    "num_read": 4,
+    "num_left_out": 0,
+    "num_read_of_part/a": 4,
+    "num_rejected_of_part/a": 0,
+    "num_asked_of_part/a": 4,
+    "num_rejected_as/no_user_turn": 1,
+    "target_store_bytes": 1_000_000,
+    "top_k_acceptance_cap": {"1.0": 0.98},
+    "num_prompts": 4,
+    "num_chunks": 1,
+    "num_chunks_resumed": 0,
+    "generate_s": 12.5,
+    "tokens_per_s": 720.0,
+    "wall_s": 13.0,
+}
 
 
 class Target(Config):
     """Stands in for a stage's settings."""
 
     model: str = "org/target <script>alert(1)</script>"
-    dtype: str = "auto"
+    dtype: str = "bfloat16"
+    quantize: str = "none"
 
 
 class Start(Config):
@@ -224,7 +270,13 @@ def _timing() -> dict[str, Any]:
         for draft in DRAFTS
     ]
     return {
-        "conditions": {"device_name": "a CPU", "num_threads": 2, "dtype": "bfloat16"},
+        "conditions": {
+            "device_name": "a CPU",
+            "num_cpus": 2,
+            "num_threads": 2,
+            "dtype": "bfloat16",
+            "load_average": 0.5,
+        },
         "num_prompts": 4,
         "max_new_tokens": 64,
         "repeats": 3,
@@ -267,29 +319,44 @@ def _measure_metrics(ship: bool = True) -> dict[str, Any]:
 
 
 def _artifact(
-    store: ArtifactStore, stage: str, files: dict[str, str], metrics: dict[str, Any]
+    store: ArtifactStore,
+    stage: str,
+    files: dict[str, str],
+    metrics: dict[str, Any],
+    *,
+    settings: Config | None = None,
+    **inputs: str,
 ) -> Artifact:
     def build(partial: Path) -> dict[str, Any]:
         for name, text in files.items():
             (partial / name).write_text(text, encoding="utf-8")
         return metrics
 
-    key = store.key(stage, 1, Settings(), revisions={"target": "abc123"})
+    revisions = {"target": "abc123", "draft/draft": "d1", "draft/rival": "r1"}
+    key = store.key(stage, 1, settings or Settings(), inputs=inputs, revisions=revisions)
     return store.get_or_build(key, build)
 
 
 def _artifacts(root: Path, **metrics: Any) -> dict[str, Artifact]:
     store = ArtifactStore(root)
+    step = {"epoch": 0, "loss": 1.0, "grad_norm": 0.5, "learning_rate": 1e-4, "num_tokens": 9}
+    decode = {"temperature": 1.0, "acceptance_rate": 0.5, "block_efficiency": 2.0, "num_tokens": 9}
     log = "".join(
-        json.dumps({"step": s, "loss": 1.0})
+        json.dumps({"step": s, **step})
         + "\n"
-        + json.dumps({"step": s, "held_out": {"acceptance": a, "greedy_agreement": a + 0.05}})
+        + json.dumps(
+            {
+                "step": s,
+                "held_out": SCORE | {"acceptance": a, "greedy_agreement": a + 0.05},
+                "decoded": [decode],
+            }
+        )
         + "\n"
         for s in range(0, 400, 20)
         for a in [0.3 + 0.2 * s / (s + 50)]
     )
     return {
-        "generate": _artifact(store, "generate", {"a.txt": "x"}, {"num_rows": 100}),
+        "generate": _artifact(store, "generate", {"a.txt": "x"}, ANSWERED),
         "distill": _artifact(store, "distill", {"training_log.jsonl": log}, TRAINED),
         "measure": _artifact(
             store,
@@ -353,19 +420,9 @@ def test_schema_refuses_what_is_no_report(report: dict[str, Any]) -> None:
         assert not validator.is_valid(report | change)
 
 
-STRUCTURE = frozenset(
-    (
-        "schema_version",
-        "from",
-        "to",
-        "name",
-        "position",
-        "num_cpus",
-        "num_threads",
-        "load_average",
-    )
-)
-NOT_OURS = ("training", "data", "artifacts", "provenance", "definitions", "conditions", "code")
+STRUCTURE = frozenset(("schema_version", "from", "to", "name", "position"))
+# Settings are no numbers that were found, versions no numbers at all.
+NOT_OURS = ("settings", "definitions", "code", "packages")
 
 
 def _number_names(tree: Any, name: str = "") -> set[str]:
@@ -376,8 +433,9 @@ def _number_names(tree: Any, name: str = "") -> set[str]:
         found: set[str] = set()
         for key, value in tree.items():
             if key not in NOT_OURS:
-                is_label = not key.isidentifier()
-                found |= _number_names(value, name if is_label else key)
+                name_of = key.partition("/")[0]  # num_rows_of_task/chat: the rest is a label
+                is_label = not name_of.isidentifier()
+                found |= _number_names(value, name if is_label else name_of)
         return found
     if isinstance(tree, list):
         return set().union(*(_number_names(item, name) for item in tree))
@@ -392,6 +450,8 @@ def test_every_numbers_name_is_a_heading_of_the_definitions(report: dict[str, An
     names = _number_names(report) - STRUCTURE - token_ids
     assert "analytic_acceptance_rate" in names
     assert "detectable_effect" in names
+    assert {"best_step", "grad_norm", "greedy_agreement", "load_average"} <= names
+    assert {"num_rows_of_task", "target_store_bytes", "memory_bytes", "num_rounds"} <= names
     assert names - defined == set()
     assert set(report["definitions"]) - {"interval"} - defined == set()
 
@@ -429,9 +489,47 @@ def test_what_was_left_out_is_said_beside_what_was_measured(
 
 
 def test_few_timed_prompts_and_untested_cells_are_said_beside_their_numbers(page: str) -> None:
-    assert "fewer than 8 prompts are too few to rely on" in page
+    assert "1.62x <small>1.52 to 1.72; fewer than 8 prompts</small>" in page
+    assert '<span class="range">1.52 to 1.72; fewer than 8 prompts</span>' in page
     assert "a change inside those is not seen" in page
     assert "<td>25.0%</td>" in page
+
+
+def _intervals(page: str) -> list[str]:
+    """The small print that is an interval, and the range under a speedup."""
+    small = re.findall(r"<(?:small|span class=.range.)>(.*?)</", page)
+    return [text for text in small if re.match(r"[-+0-9.]+ to [-+0-9.]+", text)]
+
+
+def test_every_interval_over_few_prompts_says_so_and_no_other(tmp_path: Path) -> None:
+    content = _acceptance()
+    few = [r for r in _records() if int(r.prompt_id[-1]) < 3]  # three prompts a task, six in all
+    names = {"draft": "distilled", "baseline": "undistilled"}
+    content["cells"] = summary.summarize(few, num_draft_tokens=4, seed=0)
+    content["differences"] = summary.compare(few, seed=0, **names)
+    files = {"acceptance.json": json.dumps(content)}
+    measure = _artifact(ArtifactStore(tmp_path), "measure", files, _measure_metrics())
+    report = build_report("few", {"measure": measure})
+    page = render.render_html(report)
+    spreads = 2 * len(report["timing"]["runs"])  # of repeated passes, not over prompts
+    intervals = _intervals(page)
+    assert len(intervals) > 60
+    assert sum("fewer than 8 prompts" not in text for text in intervals) == spreads
+    assert page.count("Some are over fewer than 8 prompts") == 3
+    said = [row["sentence"] for row in report["differences"]]
+    assert all("fewer than 8 prompts are too few to rely on" in text for text in said)
+    text = _printed(report)
+    assert "* fewer than 8 prompts are too few to rely on" in text
+    rates = [line for line in text.splitlines() if "rate" in line and "]" in line]
+    assert len(rates) == 4
+    assert all(line.count("]*") == line.count("]") for line in rates)
+
+
+def test_intervals_over_enough_prompts_are_not_marked(report: dict[str, Any], page: str) -> None:
+    pooled = page[page.index("Before and after") : page.index("<h2>Speed")]
+    assert len(_intervals(pooled)) == 18
+    assert "fewer than" not in pooled
+    assert not any("]*" in line for line in _printed(report).splitlines() if "acceptance" in line)
 
 
 def test_a_law_that_was_not_judged_is_no_yes(report: dict[str, Any]) -> None:
@@ -495,6 +593,41 @@ def test_plots_follow_the_theme_and_have_ids_of_their_own(page: str) -> None:
     assert len(ids) == len(set(ids))
 
 
+@pytest.mark.parametrize("num_drafts", [1, 30])
+def test_long_names_and_many_drafts_leave_a_plot_room_for_its_axes(
+    num_drafts: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    rate = {"value": 0.5, "low": 0.4, "high": 0.6, "num_prompts": 9}
+    drafts = [f"draft-{n}-{'d' * 90}" for n in range(num_drafts)]
+    tasks = [None, "t" * 100, "math"]
+    content = {
+        "drafts": drafts,
+        "temperatures": [0.0, 0.7, 1.0],
+        "num_draft_tokens": 2,
+        "cells": [
+            {
+                "draft": draft,
+                "temperature": temperature,
+                "task": task,
+                "analytic_acceptance_rate": rate,
+                "acceptance_by_position": [rate, rate],
+            }
+            for draft in drafts
+            for temperature in (0.0, 0.7, 1.0)
+            for task in tasks
+        ],
+    }
+    for svg in (plots.acceptance_by_task(content), plots.acceptance_by_position(content)):
+        assert svg is not None
+    assert [str(w.message) for w in recwarn] == []
+
+
+def test_a_long_name_keeps_its_beginning_and_its_end_in_a_plot() -> None:
+    assert plots.shortened("math") == "math"
+    assert plots.shortened("a" * 32) == "a" * 32
+    assert plots.shortened("begin" + "x" * 100 + "end") == f"begin{'x' * 10}…{'x' * 12}end"
+
+
 class Balance(HTMLParser):
     """Checks that tags close in order."""
 
@@ -527,7 +660,7 @@ def _printed(report: dict[str, Any], width: int = 110) -> str:
 def test_terminal_table_says_verdict_numbers_and_places(report: dict[str, Any]) -> None:
     text = _printed(report)
     assert "demo: ship" in text
-    assert "1.62x [1.52, 1.72]" in text
+    assert "1.62x [1.52, 1.72]*" in text  # over four prompts
     assert "undistilled 1.20x" in text
     assert str(report["artifacts"]["measure"]["path"])[:60] in text
 
@@ -540,6 +673,123 @@ def test_what_was_trained_is_said_in_a_line(report: dict[str, Any], page: str) -
     assert render.trained(report) == line
     assert line in page
     assert "42.5M parameters" in _printed(report)
+
+
+def _rounds(root: Path, numbers: tuple[int, ...]) -> list[Artifact]:
+    """Trainings that follow each other, of so many steps."""
+    store, built = ArtifactStore(root), list[Artifact]()
+    for steps in numbers:
+        before = {"distill": built[-1].fingerprint} if built else {}
+        told = {"num_steps": steps, "num_tokens": 100 * steps, "train_s": 1.5, "wall_s": 2.0}
+        log = {"training_log.jsonl": json.dumps({"step": 0, "held_out": SCORE}) + "\n"}
+        built.append(_artifact(store, "distill", log, TRAINED | told, **before))
+    return built
+
+
+def _report_of_rounds(root: Path, distilled: Artifact) -> dict[str, Any]:
+    files = {"acceptance.json": json.dumps(_acceptance())}
+    measure = _artifact(ArtifactStore(root), "measure", files, _measure_metrics())
+    return build_report("demo", {"distill": distilled, "measure": measure})
+
+
+def test_every_round_of_training_is_listed_and_their_sums_are_what_is_said(
+    tmp_path: Path,
+) -> None:
+    rounds = _rounds(tmp_path, (6, 4, 5))
+    report = _report_of_rounds(tmp_path, rounds[-1])
+    training = report["training"]
+    assert [row["fingerprint"] for row in training["rounds"]] == [r.fingerprint for r in rounds]
+    assert [row["num_steps"] for row in training["rounds"]] == [6, 4, 5]
+    assert training["total"] == {
+        "num_rounds": 3,
+        "num_rounds_unread": 0,
+        "num_steps": 15,
+        "num_tokens": 1500,
+        "train_s": 4.5,
+        "wall_s": 6.0,
+    }
+    assert training["metrics"]["num_steps"] == 5
+    line = "3 rounds of 6 + 4 + 5 = 15 steps, 1500 tokens, 4 s"
+    assert line in render.trained(report)
+    page = render.render_html(report)
+    assert line in page
+    assert '<th scope="row">sum</th><td>15</td><td>1500</td>' in page
+    assert "Settings and counts of the last round" in page
+    assert "".join(line.split()) in "".join(_printed(report).split())
+    assert jsonschema.Draft202012Validator(_schema()).is_valid(report)
+
+
+def test_rounds_that_were_deleted_are_said_to_be_missing_from_the_sums(tmp_path: Path) -> None:
+    rounds = _rounds(tmp_path, (6, 4, 5))
+    shutil.rmtree(rounds[0].path)
+    report = _report_of_rounds(tmp_path, rounds[-1])
+    assert report["training"]["total"]["num_rounds_unread"] == 1
+    line = "4 + 5 = 9 steps, 900 tokens, 3 s in the last 2 of its rounds; those before are deleted"
+    assert line in render.trained(report)
+    assert "those before the first row are deleted" in render.render_html(report)
+    assert jsonschema.Draft202012Validator(_schema()).is_valid(report)
+
+
+class Pair(Config):
+    """Stands in for the settings of a pair that was not trained here."""
+
+    target: Target = Target(quantize="int8")
+    draft: Target = Target(model="org/<draft>", dtype="auto", quantize="int8")
+    drafts: dict[str, Target]
+
+
+def test_the_report_of_a_pair_names_its_drafts_and_how_every_model_was_held(
+    tmp_path: Path,
+) -> None:
+    content = json.loads(json.dumps(_acceptance()).replace('"distilled"', '"draft"'))
+    content["drafts"] = ["draft", "rival", "early_exit_2", "prompt_lookup"]
+    content |= {"baseline": None, "differences": []}
+    files = {"acceptance.json": json.dumps(content)}
+    metrics = _measure_metrics() | {"timing": {}}
+    store = ArtifactStore(tmp_path)
+    drafts = {"rival": Target(model="org/rival", dtype="float32")}
+    measure = _artifact(store, "measure", files, metrics, settings=Pair(drafts=drafts))
+    report = build_report("pair", {"measure": measure})
+    assert report["target"]["quantize"] == "int8"
+    assert report["draft_models"] == [
+        {
+            "draft": "draft",
+            "model": "org/<draft>",
+            "dtype": "bfloat16",  # left open: the target's
+            "quantize": "int8",
+            "revision": "d1",
+        },
+        {
+            "draft": "rival",
+            "model": "org/rival",
+            "dtype": "float32",
+            "quantize": "none",
+            "revision": "r1",
+        },
+    ]
+    page = render.render_html(report)
+    assert "Draft <code>org/&lt;draft&gt;</code> (bfloat16, int8 weights)" in page
+    assert "</code> (bfloat16, int8 weights), measured" in page
+    assert "<code>org/rival</code> (float32), revision <code>r1</code>" in page
+    text = "".join(_printed(report).split())  # lines are folded anywhere
+    assert "draft:org/<draft>(bfloat16,int8weights,d1)" in text
+    assert "rival:org/rival(float32,r1)" in text
+    assert "</script>(bfloat16,int8weights,abc123)" in text
+    assert jsonschema.Draft202012Validator(_schema()).is_valid(report)
+
+
+def test_a_trained_draft_is_named_by_the_artifact_that_trained_it(tmp_path: Path) -> None:
+    (distilled,) = _rounds(tmp_path, (6,))
+    files = {"acceptance.json": json.dumps(_acceptance())}
+    store, inputs = ArtifactStore(tmp_path), {"distill": distilled.fingerprint}
+    measure = _artifact(store, "measure", files, _measure_metrics(), **inputs)
+    for artifacts, model in (
+        ({"distill": distilled}, str(distilled.path)),
+        ({}, f"distill/{distilled.fingerprint[:12]}"),
+    ):
+        (draft,) = build_report("demo", {"measure": measure, **artifacts})["draft_models"]
+        assert draft["model"] == model
+        assert draft["revision"] == distilled.fingerprint
 
 
 def test_a_draft_not_worth_shipping_is_said_to_be_so(tmp_path: Path) -> None:
@@ -576,9 +826,10 @@ def test_an_artifact_under_the_wrong_name_is_refused(tmp_path: Path) -> None:
         ({"value": 0.7312, "low": 0.7, "high": 0.76}, "percent", "73.1% [70.0, 76.0]"),
         ({"value": 1.5, "low": None, "high": None}, "times", "1.50x"),
         ({"value": 0.031, "low": -0.01, "high": 0.07}, "points", "+3.1 [-1.0, +7.0]"),
+        ({"value": 1.5, "low": 1.4, "high": 1.6, "num_prompts": 7}, "times", "1.50x [1.40, 1.60]*"),
         ({"value": None, "low": None, "high": None}, "percent", "–"),
         (None, "percent", "–"),
     ],
 )
 def test_estimates_read_well(value: dict[str, Any] | None, unit: str, text: str) -> None:
-    assert render.estimate(value, unit) == text
+    assert render.estimate(value and {"num_prompts": 8, **value}, unit) == text

@@ -66,3 +66,77 @@ def test_a_missing_target_is_named(tmp_path: Path) -> None:
 def test_a_name_that_is_no_folder_name_is_refused(minimal_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="name"):
         load_config(minimal_path, [f"name='{name}'"])
+
+
+# ------------------------------------------------------------------------------ what a run ignores
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollouts.rounds=2", r"rollouts\.rounds is 2.*pipeline is standard.*pipeline: on_policy"),
+        ("rollouts.sampling.temperature=0.5", r"rollouts\.sampling is .*remove rollouts\.sampling"),
+        ("distill.rollout_fraction=0.9", r"distill\.rollout_fraction is 0\.9.*writes no rollouts"),
+        ("distill.trl.batch_size=2", r"distill\.trl\.batch_size is 2.*set distill\.engine: trl"),
+    ],
+)
+def test_a_setting_that_nothing_would_read_is_refused_with_the_way_in_and_out(
+    minimal_path: Path, override: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config(minimal_path, [override])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["pipeline=on_policy", "rollouts.rounds=2", "distill.rollout_fraction=0.9"],
+        ["distill.engine=trl", "distill.trl.batch_size=2"],
+        ["rollouts.rounds=3"],  # the default: a file may say it, as a dump does
+    ],
+)
+def test_a_setting_that_is_read_or_changes_nothing_is_taken(
+    minimal_path: Path, overrides: list[str]
+) -> None:
+    load_config(minimal_path, overrides)
+
+
+def test_a_run_that_names_a_draft_to_measure_is_refused_when_it_is_read(
+    minimal_path: Path,
+) -> None:
+    overrides = ["measure.draft.model=org/other", "measure.corpus.path=other.jsonl"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(minimal_path, overrides)
+    message = str(caught.value)
+    assert "measure.draft names org/other" in message
+    assert "Remove measure.draft and measure.corpus" in message
+    assert "measure.drafts" in message
+
+
+# ------------------------------------------------------------------------------ files of a pair
+
+
+@pytest.mark.parametrize("section", ["measure", "served"])
+def test_the_file_of_a_pair_is_said_to_be_one(tmp_path: Path, section: str) -> None:
+    path = tmp_path / "pair.yaml"
+    path.write_text(f"name: pair\ntarget: {{model: org/t}}\n{section}: {{}}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"a pair that exists already.*`distill measure .*pair"):
+        load_config(path)
+
+
+def test_a_pair_that_is_overridden_into_a_run_is_read_as_one(tmp_path: Path) -> None:
+    path = tmp_path / "pair.yaml"
+    path.write_text("name: pair\ntarget: {model: org/t}\nmeasure: {seed: 3}\n", encoding="utf-8")
+    assert load_config(path, ["generate.corpus.path=prompts.jsonl"]).measure.seed == 3
+
+
+def test_a_file_that_is_neither_a_run_nor_a_pair_is_told_what_each_needs(tmp_path: Path) -> None:
+    path = tmp_path / "short.yaml"
+    path.write_text("name: short\ntarget: {model: org/t}\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert "neither generate" in str(caught.value)
+    assert "nor measure or served" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["distill.seed=1"])
+    assert "neither generate" not in str(caught.value)

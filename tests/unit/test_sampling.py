@@ -13,7 +13,7 @@ import torch
 from scipy import stats
 
 from distill.config import dump_config, parse_config
-from distill.errors import ConfigError
+from distill.errors import ConfigError, SamplingError
 from distill.sampling import (
     ACCEPT_LANE,
     DRAFT_LANE,
@@ -350,3 +350,17 @@ def test_the_lowest_temperature_keeps_large_logits_finite() -> None:
     logits = torch.tensor([[3e38, 20.0, -3e38]])
     probs = logits_to_probs(logits, SamplingConfig(temperature=1e-4))
     assert probs.tolist() == [[1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("size", [300, 5000])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_no_token_is_drawn_from_what_is_no_distribution(size, bad):
+    """A search in a sum that is NaN ends behind the last id: token V, which is nobody's."""
+    probs_BV = torch.full((3, size), 1 / size)
+    u_B = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64)
+    assert sample(probs_BV, u_B).max() < size
+    probs_BV[1, size // 2] = bad
+    with pytest.raises(SamplingError, match="row 1 of 3 are not numbers"):
+        sample(probs_BV, u_B)
+    with pytest.raises(SamplingError, match="row 0 of 1"):
+        sample(logits_to_probs(torch.full((1, size), math.nan), SamplingConfig()), u_B[:1])

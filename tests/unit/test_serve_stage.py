@@ -24,7 +24,15 @@ from distill.errors import (
     PairMismatchError,
     ServerError,
 )
-from distill.models import ModelConfig, load_target, model_revision
+from distill.models import (
+    DraftVocabulary,
+    ModelConfig,
+    load_target,
+    model_revision,
+    write_vocabulary,
+)
+from distill.runtime.speculative import speculative_decode
+from distill.sampling import SamplingConfig
 from distill.server.running import RunningServer
 from distill.stages.serve import API_KEY_VARIABLE, ServeConfig, serve, serve_key
 from tests.helpers import make_llama, make_tokenizer, save_pretrained_dir
@@ -223,6 +231,32 @@ def test_a_draft_with_a_vocabulary_subset_is_as_lossless(
     answer = client.completions.create(model="target", prompt=PROMPT, max_tokens=40, temperature=0)
     expected = plain_text(config, tiny_tokenizer(PROMPT)["input_ids"], 40)
     assert answer.choices[0].text == expected
+
+
+def test_a_served_draft_proposes_what_it_was_trained_to_propose_and_nothing_else(
+    config: ServeConfig,
+    store: ArtifactStore,
+    tiny_tokenizer: Any,
+    started: Callable[..., openai.OpenAI],
+) -> None:
+    target = load_target(config.target)
+    prompt = tiny_tokenizer(PROMPT)["input_ids"]
+    [plain] = speculative_decode(
+        target, None, [prompt], SamplingConfig(temperature=0.0), max_new_tokens=24
+    )
+    unsaid = [i for i in range(2, 300) if i not in plain.token_ids][:50]
+
+    def write(directory: Path) -> None:  # the target's own weights: only the subset can fail
+        save_pretrained_dir(directory / "draft", target.model, tiny_tokenizer)
+        write_vocabulary(directory, DraftVocabulary(tuple(unsaid), 0.0))
+
+    distilled = stand_in(store, "distill", write, salt="unsaid", target=config.target)
+    client = started(config, store, distill=distilled)
+    answer = client.completions.create(model="target", prompt=PROMPT, max_tokens=24, temperature=0)
+    assert answer.model_extra is not None
+    speculation = answer.model_extra["distill"]
+    assert speculation["num_proposed"] > 0
+    assert speculation["acceptance_rate"] == 0.0
 
 
 def test_the_key_comes_from_the_environment_and_is_stored_nowhere(

@@ -44,7 +44,7 @@ from distill.training.data import (
 from distill.training.loop import train
 from distill.training.run import Followers, TrainingData, TrainingResult
 from distill.training.select import Best, HeldOut, HeldOutScore
-from distill.training.vocabulary import choose_vocabulary, read_vocabulary, write_vocabulary
+from distill.training.vocabulary import choose_vocabulary
 from tests.distill_helpers import make_generated
 
 
@@ -313,14 +313,6 @@ def test_a_subset_of_impossible_size_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
         choose_vocabulary(generated, size, num_tokens=300, always=[0, 1])
-
-
-def test_the_subsets_file_reads_back(tmp_path: Path, generated: Artifact) -> None:
-    vocabulary = choose_vocabulary(generated, 40, num_tokens=300)
-    write_vocabulary(tmp_path, vocabulary)
-    content = json.loads((tmp_path / "draft_vocabulary.json").read_text())
-    assert content["token_ids"] == list(vocabulary.token_ids)
-    assert read_vocabulary(generated) is None
 
 
 # ---------------------------------------------------------------- held-out score

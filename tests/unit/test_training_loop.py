@@ -381,3 +381,12 @@ def test_training_mode_is_back_on_after_an_evaluation(
     )
     assert modes == [True] * 6
     assert not target.model.training
+
+
+def test_before_the_first_step_no_learning_rate_is_blamed(tmp_path: Path) -> None:
+    guard = Guard(None, tmp_path)
+    for step, is_blamed in ((0, False), (1, True)):
+        with pytest.raises(TrainingError) as caught:
+            guard.check_norm(step, "forward_kl", math.nan, loss=1.5, row_ids=["row-3"])
+        assert ("learning_rate" in str(caught.value)) == is_blamed
+        assert ("distill.initialization" in str(caught.value)) != is_blamed

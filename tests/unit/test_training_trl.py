@@ -6,6 +6,7 @@ Refuses to know how TRL computes; two real steps of it run on a tiny pair.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -37,6 +38,16 @@ def target(tiny_pair_dirs: tuple[Path, Path]) -> LoadedModel:
     return load_target(ModelConfig(model=str(tiny_pair_dirs[0]), device="cpu"))
 
 
+# what the tiny config has to change, so that TRL trains its draft in two short steps
+OF_TRL = [
+    *("distill.engine=trl", "distill.vocabulary_size=null", "distill.max_steps=2"),
+    *("distill.warmup_steps=0", "distill.trl.batch_size=2", "distill.trl.max_new_tokens=3"),
+    "distill.learning_rate=1e-2",
+    *("distill.batch_tokens=2048", "distill.micro_batch_tokens=2048"),
+    *("distill.eval_every=50", "distill.checkpoint_every=50"),
+]
+
+
 def _config(**changes: Any) -> TrainingConfig:
     defaults: dict[str, Any] = {
         "engine": "trl",
@@ -50,13 +61,20 @@ def _config(**changes: Any) -> TrainingConfig:
 
 
 def test_two_steps_of_trl_train_the_draft_and_leave_it_as_it_came(
-    target: LoadedModel, tmp_path: Path
+    target: LoadedModel,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO, logger="distill")
     draft = initialize(PrunedConfig(layers=(0, 3)), target, seed=0)
     before = {name: tensor.clone() for name, tensor in draft.model.state_dict().items()}
     target_before = {name: t.clone() for name, t in target.model.state_dict().items()}
     prompts = [target.tokenizer(text)["input_ids"] for text in ("one two", "three", "four five")]
     result = train_with_trl(draft, target, prompts, config=_config(), work_dir=tmp_path)
+    # what it prints of each step is logged, and standard output is left to the command
+    assert capfd.readouterr().out == ""
+    assert len([line for line in caplog.messages if line.startswith("trl: {")]) >= 2
     assert len(result.log) == 2
     assert 2 * 2 * 1 <= result.num_tokens <= 2 * 2 * 4
     for name, tensor in draft.model.state_dict().items():
@@ -118,7 +136,8 @@ def test_rollouts_that_trl_would_throw_away_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="rollouts it is given would be thrown away"):
         check_for_trl(_config(), vocabulary_size=None, has_rollouts=True)
-    config = load_config(tiny_run_config, ["pipeline=on_policy", "distill.engine=trl"])
+    overrides = [*OF_TRL, "pipeline=on_policy", "distill.rollout_fraction=0.5"]
+    config = load_config(tiny_run_config, overrides)
     store = ArtifactStore(tmp_path)
     for call in (on_policy.run, on_policy.plan):
         with pytest.raises(ConfigError, match=r"on_policy and distill\.engine trl"):
@@ -183,14 +202,7 @@ def test_prompts_that_are_no_text_are_refused(target: LoadedModel, tmp_path: Pat
 def test_the_stage_runs_trl_behind_the_same_config_and_saves_a_draft(
     tiny_run_config: Path, tmp_path: Path
 ) -> None:
-    overrides = [
-        *("distill.engine=trl", "distill.vocabulary_size=null", "distill.max_steps=2"),
-        *("distill.warmup_steps=0", "distill.trl.batch_size=2", "distill.trl.max_new_tokens=3"),
-        "distill.learning_rate=1e-2",
-        *("distill.batch_tokens=2048", "distill.micro_batch_tokens=2048"),
-        *("distill.eval_every=50", "distill.checkpoint_every=50"),
-    ]
-    config, store = load_config(tiny_run_config, overrides), ArtifactStore(tmp_path)
+    config, store = load_config(tiny_run_config, OF_TRL), ArtifactStore(tmp_path)
     generated = generate(config.generate, store)
     artifact = distill_draft(config.distill, store, inputs={"generate": generated})
     log = [json.loads(x) for x in artifact.file("training_log.jsonl").read_text().splitlines()]

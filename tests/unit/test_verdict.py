@@ -79,10 +79,33 @@ def test_a_law_that_was_not_judged_passes_no_gate_and_ships_nothing(
 ) -> None:
     lossless = COUNTS | {"laws": laws}
     (failure,) = _gate(lossless, 0.0, 0.7)
-    assert "not checked at temperature 0.7: raise measure.law_samples" in failure
+    assert "not checked at temperature 0.7: " in failure
     verdict = decide(lossless, FAST_WARM, draft="d")
     assert verdict["ship"] is False
     assert "not checked at temperature 0.7" in verdict["reasons"][0]
+
+
+def test_why_a_law_was_not_judged_says_what_would_help() -> None:
+    def reason(laws: list[dict[str, Any]]) -> str:
+        (failure,) = _gate(COUNTS | {"laws": laws}, 0.7)
+        return failure.partition("temperature 0.7: ")[2]
+
+    assert reason([]) == "no token was drawn for it: raise measure.law_samples"
+    # 64 draws of 64 equally likely tokens: none is expected 5 times.
+    few = reason([_law(0.7, counts=(1,) * 64)])
+    assert few == "64 draws are too few to expect any token 5 times: raise measure.law_samples"
+    assert "raise measure.law_samples" not in reason([_law(0.7, counts=(0, 0))])
+
+
+def test_a_law_that_leaves_no_choice_can_pass_and_can_fail() -> None:
+    # Temperature 0.001: the likeliest token, 512 times of 512, however many are drawn.
+    def law(counts: list[int]) -> dict[str, Any]:
+        tested = law_test([(counts, [1.0 - 1e-9, 1e-9])])
+        return {"draft": "d", "temperature": 0.001, **tested.to_dict()}
+
+    assert _gate(COUNTS | {"laws": [law([512, 0])]}, 0.001) == []
+    (failure,) = _gate(COUNTS | {"laws": [law([500, 12])]}, 0.001)
+    assert "too many of 512 draws are none of the likeliest token" in failure
 
 
 def test_a_judged_law_at_every_temperature_passes() -> None:
@@ -151,7 +174,29 @@ def test_the_depth_to_serve_with_is_best_at_its_worst() -> None:
     assert serving_depth([]) is None
 
 
+def test_two_close_temperatures_keep_a_depth_each() -> None:
+    close = 0.7000001
+    timing = _timing({}, {0.7: [1.2, 1.5], close: [1.2, 1.5]})
+    timing["plans"][1]["num_draft_tokens"] = 2
+    verdict = decide(COUNTS, timing, draft="d")
+    assert verdict["num_draft_tokens_by_temperature"] == {"0.7": 1, "0.7000001": 2}
+    failures = _gate(COUNTS | {"laws": []}, 0.7, close)
+    assert ["0.7: no" in f or "0.7000001: no" in f for f in failures] == [True, True]
+    assert failures[0] != failures[1]
+
+
 # ------------------------------------------------------------------------------ the interval
+
+
+@pytest.mark.parametrize(("num_prompts", "is_said"), [(7, True), (8, False)])
+def test_an_interval_over_few_prompts_is_told_beside_a_bound_that_was_missed(
+    num_prompts: int, is_said: bool
+) -> None:
+    estimate = {"value": 0.4, "low": 0.3, "high": 0.5, "num_prompts": num_prompts}
+    bounds = {"min_speedup": None, "min_alpha": 0.6, "lossless": False}
+    cell = {"draft": "d", "task": None, "temperature": 0.0, "analytic_acceptance_rate": estimate}
+    (failure,) = gate_failures(bounds, [cell], COUNTS, {}, draft="d")
+    assert ("; fewer than 8 prompts are too few to rely on)" in failure) is is_said
 
 
 @pytest.mark.parametrize(

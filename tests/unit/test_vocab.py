@@ -105,8 +105,39 @@ def test_a_tokenizer_that_adds_a_begin_token_is_refused() -> None:
     other.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", 0)]
     )
-    with pytest.raises(PairMismatchError, match="encoding: the same text starts"):
+    with pytest.raises(PairMismatchError, match="encoding: of the same text") as caught:
         check_pair(make_tokenizer(), make_shape(), other, make_shape())
+    theirs = make_tokenizer()("The quick brown fox, 42!")["input_ids"]
+    assert f"token 0 and what follows it is {theirs[:3]} in the target" in str(caught.value)
+    assert f"{[0, *theirs[:2]]} in the draft" in str(caught.value)
+
+
+def test_encodings_that_start_alike_are_shown_from_where_they_differ() -> None:
+    from tokenizers import normalizers
+
+    target, other = make_tokenizer(), make_tokenizer()
+    other.backend_tokenizer.normalizer = normalizers.Replace("42", "43")
+    theirs, ours = (one("The quick brown fox, 42!")["input_ids"] for one in (target, other))
+    # "2!" and "3!" are the last two tokens
+    index = len(theirs) - 2
+    assert theirs[:index] == ours[:index]
+    with pytest.raises(PairMismatchError) as caught:
+        check_pair(target, make_shape(), other, make_shape())
+    assert (
+        f"token {index} and what follows it is {theirs[-2:]} in the target and {ours[-2:]} in the "
+        "draft"
+    ) in str(caught.value)
+
+
+def test_an_encoding_that_ends_early_is_shown_to_go_on_with_nothing() -> None:
+    from tokenizers import normalizers
+
+    target, other = make_tokenizer(), make_tokenizer()
+    other.backend_tokenizer.normalizer = normalizers.Replace("!", "")
+    end = target("The quick brown fox, 42!")["input_ids"][-1:]
+    with pytest.raises(PairMismatchError, match="nothing in the draft") as caught:
+        check_pair(target, make_shape(), other, make_shape())
+    assert f"is {end} in the target" in str(caught.value)
 
 
 def test_templates_must_match_unless_only_decoding_is_asked() -> None:
