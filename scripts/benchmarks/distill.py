@@ -14,18 +14,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from distill import ArtifactStore, generate, load_config
+from distill.artifacts import Artifact
 from distill.errors import ConfigError, DistillError
 from distill.initialization import initialize
 from distill.losses import LOSSES
 from distill.metrics import timing
-from distill.metrics.timing import Spread
-from distill.models import load_target
+from distill.models import LoadedModel, load_target
+from distill.stages.distill_draft import DistillConfig
 from distill.target_store import knowledge_of
 from distill.training.config import TrainingConfig
 from distill.training.data import Row, read_rows
+from distill.training.vocabulary import choose_vocabulary
 from scripts.benchmarks import measuring
-from scripts.benchmarks.measuring import PeakMemory, Sample, megabytes, number, table
+from scripts.benchmarks.distill_report import GKD, ON_POLICY, PLAIN, goals, text
+from scripts.benchmarks.measuring import PeakMemory, Sample
 from scripts.benchmarks.pairs import describe
 from scripts.benchmarks.training import (
     LIVE,
@@ -43,24 +48,20 @@ DESCRIPTION = """Times distillation by our loop, each loss and each target store
 DistillationTrainer and GKDTrainer and a plain loop on whole logits: equal rows, equal batch,
 interleaved. Peak memory is of a process that runs that system alone.
 
+The target's forward pass is counted twice over. "One epoch": each token trained on is scored once.
+"All epochs": as often as the config trains on an answer. A store scores it in the first epoch
+alone, and the rivals, which keep nothing, in each. "subset": of the draft's head only the config's
+vocabulary_size is trained, as the config does; the rivals have no such thing.
+
 By default: the pair of configs/quickstart.yaml, whose answers are generated first where they are
 not in the store yet. About 15 minutes on 2 cores, most of it for peak memory."""
 
-GKD, ON_POLICY, PLAIN = "trl GKDTrainer", "trl DistillationTrainer", "plain full-logit KL"
 RIVALS: Mapping[str, Callable[[Contest], TimedSystem]] = {
     PLAIN: PlainLoop,
     GKD: TrlGkd,
     ON_POLICY: TrlDistillation,
 }
-COLUMNS = (
-    "system",
-    "store",
-    "tokens/s [min, max]",
-    "with scoring",
-    "peak memory",
-    "x fastest rival",
-)
-GOAL_SPEED, GOAL_MEMORY = 4.0, 0.5
+SUBSET, SUBSET_LOSSES, SUBSET_STORE = ", subset", ("forward_kl", "acceptance"), "final_hidden"
 
 
 @dataclass(frozen=True)
@@ -70,19 +71,22 @@ class Settings:
     batch_rows: int = 8
     steps: int = 2
     rounds: int = 3
+    epochs: float = 1.0
 
 
-def system_names(only: Sequence[str] = ()) -> list[str]:
+def system_names(only: Sequence[str] = (), *, has_subset: bool = False) -> list[str]:
     """Ours as "ours LOSS @STORE" for every loss a store allows, then the rivals.
 
-    ``only``: parts of names; empty for all.
+    ``only``: parts of names; empty for all. ``has_subset``: the config names a vocabulary size.
     """
+    subset = [f"ours {loss}{SUBSET} @{SUBSET_STORE}" for loss in SUBSET_LOSSES if has_subset]
     names = [
         f"ours {loss} @{store}"
         for loss in LOSSES.names()
         for store in STORES
         if LOSSES.get(loss)().why_not(knowledge_of("none" if store == LIVE else store)) is None  # type: ignore[arg-type]
-    ] + list(RIVALS)
+    ]
+    names += [*subset, *RIVALS]
     chosen = [name for name in names if not only or any(part in name for part in only)]
     if not chosen:
         raise ConfigError(f"no system has {' or '.join(only)} in its name; there are: {names}")
@@ -94,7 +98,17 @@ def make(name: str, contest: Contest) -> TimedSystem:
     if name in RIVALS:
         return RIVALS[name](contest)
     loss, store = loss_and_store(name)
-    return OursTraining(contest, loss, store)
+    return OursTraining(contest, loss.removesuffix(SUBSET), store, is_subset=loss.endswith(SUBSET))
+
+
+def scoring_of(name: str) -> str | None:
+    """The scoring that a system takes its knowledge from; None: it scores in its steps."""
+    if name in RIVALS:
+        return None
+    loss, store = loss_and_store(name)
+    if store == LIVE:
+        return None
+    return f"scoring @{store}{SUBSET if loss.endswith(SUBSET) else ''}"
 
 
 def loss_and_store(name: str) -> tuple[str, str]:
@@ -126,20 +140,24 @@ def run_bench(
 ) -> dict[str, Any]:
     """Everything that is measured, as JSON-able values; :func:`text` prints it."""
     tell = measuring.Narrator("bench_distill")
-    stores = sorted({loss_and_store(n)[1] for n in names if n not in RIVALS} - {LIVE})
     with measuring.quiet_libraries():
         systems: dict[str, TimedSystem] = {name: make(name, contest) for name in names}
-        scoring = {f"scoring @{store}": Scoring(contest, store) for store in stores}
+        scoring = {
+            scored: Scoring(contest, loss_and_store(name)[1], is_subset=scored.endswith(SUBSET))
+            for name in names
+            if (scored := scoring_of(name)) is not None
+        }
         samples = run_rounds({**systems, **scoring}, settings.rounds, tell)
     peaks = {}
     for name in names:
         tell(f"peak memory: {name}")
         peaks[name] = peak_bytes_of(name)
-    rows = [_row(name, samples, peaks[name]) for name in names]
+    rows = [_row(name, samples, peaks[name], settings.epochs) for name in names]
     rivals = [row for row in rows if row["system"] in RIVALS]
-    best = max((row["with_scoring_tokens_per_s"] for row in rivals), default=None)
     for row in rows:
-        row["ratio"] = None if best is None else row["with_scoring_tokens_per_s"] / best
+        for key in ("one_epoch", "all_epochs"):
+            best = max((rival[f"{key}_tokens_per_s"] for rival in rivals), default=None)
+            row[f"{key}_ratio"] = None if best is None else row[f"{key}_tokens_per_s"] / best
     return {
         "conditions": timing.conditions(contest.target.device, contest.target.dtype),
         "target": describe(contest.target),
@@ -152,83 +170,28 @@ def run_bench(
 
 
 def _row(
-    name: str, samples: Mapping[str, Sequence[Sample]], peak_bytes: int | None
+    name: str,
+    samples: Mapping[str, Sequence[Sample]],
+    peak_bytes: int | None,
+    epochs: float,
 ) -> dict[str, Any]:
     mine = samples[name]
     loss, store = (name, "-") if name in RIVALS else loss_and_store(name)
     rate = measuring.throughput(mine)
-    scores = samples.get(f"scoring @{store}")
-    with_scoring = rate.median
-    if scores is not None:
-        # a token costs its share of a step and its share of the target's forward pass
-        with_scoring = 1.0 / (1.0 / rate.median + 1.0 / measuring.throughput(scores).median)
+    scored = scoring_of(name)
+    scoring_s = 0.0 if scored is None else 1.0 / measuring.throughput(samples[scored]).median
     return {
         "system": name,
         "loss": loss,
         "store": store,
         "tokens_per_s": rate.to_dict(),
-        "with_scoring_tokens_per_s": with_scoring,
+        # a token costs its share of a step and its share of the target's forward pass
+        "one_epoch_tokens_per_s": 1.0 / (1.0 / rate.median + scoring_s),
+        "all_epochs_tokens_per_s": 1.0 / (1.0 / rate.median + scoring_s / epochs),
         "peak_bytes": peak_bytes,
         "seconds": [sample.seconds for sample in mine],
         "num_tokens": [sample.run.num_tokens for sample in mine],
     }
-
-
-def goals(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Our best against the fastest rival, and our memory against that of the thriftiest."""
-    ours = [row for row in report["rows"] if row["system"] not in RIVALS]
-    rivals = [row for row in report["rows"] if row["system"] in RIVALS]
-    if not ours or not rivals:
-        return []
-    fastest = max(ours, key=lambda row: row["with_scoring_tokens_per_s"])
-    met = [(f"tokens/s, scoring included: {fastest['system']}", fastest["ratio"], GOAL_SPEED, 1)]
-    peaks = [row["peak_bytes"] for row in rivals if row["system"] != PLAIN and row["peak_bytes"]]
-    if peaks and fastest["peak_bytes"]:
-        met.append(
-            ("its peak memory / that of TRL", fastest["peak_bytes"] / min(peaks), GOAL_MEMORY, -1)
-        )
-    return [
-        {"goal": name, "value": value, "bound": bound, "is_met": sign * value >= sign * bound}
-        for name, value, bound, sign in met
-    ]
-
-
-def text(report: Mapping[str, Any]) -> str:
-    """The whole report for a terminal."""
-    conditions, settings = report["conditions"], report["settings"]
-    results = [
-        [g["goal"], number(g["value"]), number(g["bound"]), "met" if g["is_met"] else "NOT met"]
-        for g in goals(report)
-    ]
-    return "\n".join(
-        [
-            f"target  {report['target']}",
-            f"draft   {report['draft']}",
-            f"on      {conditions['device_name']}, {conditions['num_threads']} threads, torch "
-            f"{conditions['torch']}, load {number(conditions['load_average'])}",
-            f"run     {settings['rounds']} interleaved rounds of {settings['steps']} steps on "
-            f"{settings['batch_rows']} rows, {report['tokens_a_step']} completion tokens a step",
-            "",
-            table(COLUMNS, [_table_row(row) for row in report["rows"]]),
-            "",
-            *([table(("goal", "value", "bound", "result"), results), ""] if results else []),
-            "tokens are completion tokens trained on. with scoring: the target's forward pass over "
-            "them included, once; the rivals and @live pay it in every step",
-            "peak memory: resident memory of a process that trains with this system alone, the "
-            "libraries included",
-        ]
-    )
-
-
-def _table_row(row: Mapping[str, Any]) -> list[str]:
-    return [
-        row["system"].partition(" @")[0],
-        row["store"],
-        measuring.with_range(Spread(**row["tokens_per_s"])),
-        number(row["with_scoring_tokens_per_s"], 1),
-        megabytes(row["peak_bytes"]),
-        number(row["ratio"]),
-    ]
 
 
 # ------------------------------------------------------------------------------ the command
@@ -276,10 +239,33 @@ def prepare(options: argparse.Namespace) -> Contest:
             f"{answers.path} has {len(rows)} answers to train on and {needed} are wanted; lower "
             f"--rounds or --batch-rows"
         )
+    options.epochs = num_epochs(config.distill, rows)
     turns = [
         rows[start : start + options.batch_rows] for start in range(0, needed, options.batch_rows)
     ]
-    return Contest(target, draft, turns, step_config(config.distill, turns, options.steps))
+    return Contest(
+        target,
+        draft,
+        turns,
+        step_config(config.distill, turns, options.steps),
+        token_ids_V=_subset(config.distill, answers, target, draft),
+    )
+
+
+def _subset(
+    config: DistillConfig, answers: Artifact, target: LoadedModel, draft: LoadedModel
+) -> torch.Tensor | None:
+    if config.vocabulary_size is None:
+        return None
+    num_tokens = min(len(target.tokenizer), target.shape.vocab_size, draft.shape.vocab_size)
+    chosen = choose_vocabulary(answers, config.vocabulary_size, num_tokens=num_tokens)
+    return torch.tensor(chosen.token_ids)
+
+
+def num_epochs(config: TrainingConfig, rows: Sequence[Row]) -> float:
+    """How often training as configured passes over the rows; at least once."""
+    num_positions = sum(row.num_positions for row in rows)
+    return max(1.0, config.max_steps * config.batch_tokens / num_positions)
 
 
 def step_config(
@@ -337,11 +323,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             peak = peak_of(contest, options.peak_of)
             measuring.write_json(options.json, {"peak_bytes": peak})
             return 0
-        settings = Settings(options.batch_rows, options.steps, options.rounds)
+        settings = Settings(options.batch_rows, options.steps, options.rounds, options.epochs)
         results = run_bench(
             contest,
             settings,
-            system_names(options.systems),
+            system_names(options.systems, has_subset=contest.token_ids_V is not None),
             lambda name: None if options.no_memory else _peak_in_another_process(arguments, name),
         )
     except DistillError as error:

@@ -42,12 +42,16 @@ _IGNORED = -100
 
 @dataclass(frozen=True)
 class Contest:
-    """What every system is given: both models, the rows of each turn, and how a step is taken."""
+    """What every system is given: both models, the rows of each turn, and how a step is taken.
+
+    `token_ids_V` is the subset of tokens that the draft of the pair's own config proposes.
+    """
 
     target: LoadedModel
     draft: LoadedModel
     turns: Sequence[Sequence[Row]]
     config: TrainingConfig
+    token_ids_V: Tensor | None = None
 
     @property
     def target_head(self) -> Head:
@@ -96,23 +100,29 @@ def joined(parts: Sequence[Any]) -> TargetKnowledge:
     return known
 
 
-def known_of(contest: Contest, rows: Sequence[Row], store: str) -> dict[str, TargetKnowledge]:
+def known_of(
+    contest: Contest, rows: Sequence[Row], store: str, *, needs_logsumexp: bool = False
+) -> dict[str, TargetKnowledge]:
     """Run the target over rows and keep what a store keeps: this is what scoring costs."""
     head = contest.target_head
-    live = LiveTarget(contest.target.model, target_head=head, needs_logsumexp=False)
+    live = LiveTarget(contest.target.model, target_head=head, needs_logsumexp=needs_logsumexp)
     known: dict[str, TargetKnowledge] = {}
-    hidden_ND = live.of(rows).hidden_ND
-    for row, states_ND in zip(
-        rows, hidden_ND.split([row.num_positions for row in rows]), strict=True
-    ):
-        known[row.row_id] = _kept(states_ND, head, store)
+    whole = live.of(rows)
+    start = 0
+    for row in rows:
+        of_row = slice(start, start + row.num_positions)
+        if store == "final_hidden":
+            mass_N = None if whole.logsumexp_N is None else whole.logsumexp_N[of_row].cpu()
+            states_ND = whole.hidden_ND[of_row].to(torch.bfloat16).cpu()
+            known[row.row_id] = FullKnowledge(states_ND, mass_N)
+        else:
+            known[row.row_id] = _kept(whole.hidden_ND[of_row], head, store)
+        start = of_row.stop
     return known
 
 
 @torch.no_grad()
 def _kept(states_ND: Tensor, head: Head, store: str) -> TargetKnowledge:
-    if store == "final_hidden":
-        return FullKnowledge(states_ND.to(torch.bfloat16).cpu())
     parts: list[TargetKnowledge] = []
     for part_ND in states_ND.split(default_chunk_tokens(head.num_rows)):
         law_NV = head.logits(part_ND).float().log_softmax(-1).cpu()
@@ -125,10 +135,11 @@ def _kept(states_ND: Tensor, head: Head, store: str) -> TargetKnowledge:
 
 
 class OursTraining:
-    """Our loop with one loss, on what one store knows."""
+    """Our loop with one loss, on what one store knows, over all tokens or the config's subset."""
 
-    def __init__(self, contest: Contest, loss: str, store: str) -> None:
+    def __init__(self, contest: Contest, loss: str, store: str, *, is_subset: bool = False) -> None:
         self._contest, self._loss = contest, loss
+        self._token_ids_V = contest.token_ids_V if is_subset else None
         head = contest.target_head
         self._head = Head(head.weight_VD.clone(), head.bias_V, head.scale, head.softcap)
         self._live = None
@@ -136,9 +147,13 @@ class OursTraining:
         if store == LIVE:
             self._live = LiveTarget(contest.target.model, target_head=head, needs_logsumexp=False)
         else:
-            self._sources = [InMemory(known_of(contest, rows, store)) for rows in contest.turns]
-        first = contest.turns[0][:1]
-        self._held_out, self._judge = first, InMemory(known_of(contest, first, "final_hidden"))
+            self._sources = [self._known(rows, store) for rows in contest.turns]
+        self._held_out = contest.turns[0][:1]
+        self._judge = self._known(self._held_out, "final_hidden")
+
+    def _known(self, rows: Sequence[Row], store: str) -> InMemory:
+        needs_logsumexp = self._token_ids_V is not None
+        return InMemory(known_of(self._contest, rows, store, needs_logsumexp=needs_logsumexp))
 
     def __call__(self, turn: int) -> Sample:
         """Train a copy of the draft; the clock runs during the steps alone."""
@@ -148,6 +163,7 @@ class OursTraining:
             held_out_rows=self._held_out,
             source=self._live or self._sources[turn % len(self._sources)],
             held_out_source=self._judge,
+            token_ids_V=self._token_ids_V,
         )
         with tempfile.TemporaryDirectory() as work:
             result = train(
@@ -162,16 +178,16 @@ class OursTraining:
 
 
 class Scoring:
-    """The target's part of a store, alone."""
+    """The target's part of a store, alone; over a subset the mass of all tokens belongs to it."""
 
-    def __init__(self, contest: Contest, store: str) -> None:
-        self._contest, self._store = contest, store
+    def __init__(self, contest: Contest, store: str, *, is_subset: bool = False) -> None:
+        self._contest, self._store, self._is_subset = contest, store, is_subset
 
     def __call__(self, turn: int) -> Sample:
         """Score a turn's rows once."""
         rows = self._contest.rows(turn)
         started = time.perf_counter()
-        known_of(self._contest, rows, self._store)
+        known_of(self._contest, rows, self._store, needs_logsumexp=self._is_subset)
         synchronize(self._contest.target.device)
         return Sample(time.perf_counter() - started, Run(sum(row.num_positions for row in rows)))
 
