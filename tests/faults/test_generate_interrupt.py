@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections import namedtuple
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,14 @@ from tests.generate_helpers import hashes_of, scripted_config, use_script
 from tests.helpers import make_corpus_rows, write_jsonl
 
 Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c_as_in_a_terminal() -> Iterator[None]:
+    """A shell starts what it runs in the background with SIGINT ignored, and so these tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
