@@ -489,8 +489,8 @@ def test_what_was_left_out_is_said_beside_what_was_measured(
 
 
 def test_few_timed_prompts_and_untested_cells_are_said_beside_their_numbers(page: str) -> None:
-    assert "1.62x <small>1.52 to 1.72; fewer than 8 prompts</small>" in page
-    assert '<span class="range">1.52 to 1.72; fewer than 8 prompts</span>' in page
+    assert "1.62x <small>1.52 to 1.72*</small>" in page
+    assert '<span class="range">1.52 to 1.72*</span>' in page
     assert "a change inside those is not seen" in page
     assert "<td>25.0%</td>" in page
 
@@ -514,7 +514,8 @@ def test_every_interval_over_few_prompts_says_so_and_no_other(tmp_path: Path) ->
     spreads = 2 * len(report["timing"]["runs"])  # of repeated passes, not over prompts
     intervals = _intervals(page)
     assert len(intervals) > 60
-    assert sum("fewer than 8 prompts" not in text for text in intervals) == spreads
+    assert sum("*" not in text for text in intervals) == spreads
+    assert "* is over fewer than 8 prompts, too few to rely on" in page
     assert page.count("Some are over fewer than 8 prompts") == 3
     said = [row["sentence"] for row in report["differences"]]
     assert all("fewer than 8 prompts are too few to rely on" in text for text in said)
