@@ -294,7 +294,7 @@ def test_only_what_can_change_an_answer_is_in_the_fingerprint() -> None:
         ({"base_urls": []}, "at least 1 item"),
         ({"base_urls": ["one:8000"]}, "one of base_urls is not the address of a server"),
         ({"base_urls": ["http://one", "http://one/v1"]}, "http://one is listed twice"),
-        ({"base_urls": ["http://one"], "servr": "vllm"}, "Did you mean 'backend.http.server'"),
+        ({"base_urls": ["http://one"], "servr": "vllm"}, "Did you mean 'backend.server'"),
         ({"base_urls": ["http://one"], "log_probs": True}, "log_probs"),
     ],
 )
