@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection
 from types import ModuleType
 
 from distill.artifacts import ArtifactStore
+from distill.initialization import ShapeOf
 from distill.models import read_shape
-from distill.stages.plan_shapes import ShapeOf
 from distill.stages.run_config import RunConfig
 from pipelines import on_policy, standard
 from pipelines.standard import INPUTS, PipelineResult, StageState, report_directory

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from distill.artifacts import Artifact, ArtifactKey, ArtifactStore
 from distill.errors import ConfigError
 from distill.export import export_draft, export_key
+from distill.initialization import ShapeOf
 from distill.models import read_shape
 from distill.stages.distill_draft import (
     DistillConfig,
@@ -25,7 +26,7 @@ from distill.stages.distill_draft import (
 )
 from distill.stages.generate import generate, generate_key
 from distill.stages.measure import check_before_measuring, measure_acceptance, measure_key
-from distill.stages.plan_shapes import ShapeOf, known_shapes
+from distill.stages.plan_shapes import known_shapes
 from distill.stages.rollouts import RolloutConfig, rollouts_key, write_rollouts
 from distill.stages.run_config import RunConfig
 from pipelines.standard import NOT_RESOLVED, PipelineResult, StageState, report_directory

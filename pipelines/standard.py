@@ -14,11 +14,12 @@ from distill.artifacts import Artifact, ArtifactKey, ArtifactStore
 from distill.draft_tokens import UNMEASURED
 from distill.errors import ConfigError
 from distill.export import export_draft, export_key
+from distill.initialization import ShapeOf
 from distill.models import UNRESOLVED, read_shape
 from distill.stages.distill_draft import check_before_building, distill_draft, distill_key
 from distill.stages.generate import UNREAD, generate, generate_key
 from distill.stages.measure import check_before_measuring, measure_acceptance, measure_key
-from distill.stages.plan_shapes import ShapeOf, known_shapes
+from distill.stages.plan_shapes import known_shapes
 from distill.stages.run_config import RunConfig
 
 logger = logging.getLogger(__name__)

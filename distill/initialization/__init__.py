@@ -14,6 +14,7 @@ from distill.initialization.existing import ExistingConfig
 from distill.initialization.pruned import PrunedConfig
 from distill.initialization.samples import read_samples, stored_samples, write_samples
 from distill.initialization.scratch import ScratchConfig
+from distill.initialization.shapes import ShapeOf, started_shape
 
 InitializationConfig = Annotated[
     ExistingConfig | PrunedConfig | ScratchConfig, pydantic.Field(discriminator="kind")
@@ -25,11 +26,13 @@ __all__ = [
     "PrunedConfig",
     "Samples",
     "ScratchConfig",
+    "ShapeOf",
     "Start",
     "initialize",
     "model_of_shape",
     "read_samples",
     "start_draft",
+    "started_shape",
     "stored_samples",
     "write_samples",
 ]

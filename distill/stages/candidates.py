@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from distill.artifacts import Artifact
 from distill.errors import ConfigError
-from distill.initialization import ExistingConfig, InitializationConfig
+from distill.initialization import ExistingConfig, InitializationConfig, ShapeOf, started_shape
 from distill.metrics import planner
 from distill.metrics.planner import VerifyCost
 from distill.models import LoadedModel, ModelConfig, ModelShape, has_weights_here, read_shape
-from distill.stages.plan_shapes import WEIGHT_BYTES, ShapeOf, body_parameters, started_shape
+from distill.stages.plan_shapes import WEIGHT_BYTES, body_parameters
 from distill.stages.run_config import RunConfig
 from distill.stages.speed_plan import MeasuredCosts, measured_costs
 

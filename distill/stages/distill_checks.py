@@ -5,12 +5,11 @@ Refuses to know weights and answers: what only they can show is refused when the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from distill.errors import ConfigError
-from distill.initialization import ExistingConfig, ScratchConfig
-from distill.models import ModelConfig, ModelShape, read_shape
+from distill.initialization import ScratchConfig, ShapeOf, started_shape
+from distill.models import ModelShape, read_shape
 from distill.training.config import loss_schedule, require_equal_widths
 from distill.training.processes import require_whole_draft
 from distill.training.trackers import require_package
@@ -24,7 +23,7 @@ def check_before_building(
     config: DistillConfig,
     target: ModelShape | None,
     *,
-    shape_of: Callable[[ModelConfig], ModelShape | None] = read_shape,
+    shape_of: ShapeOf = read_shape,
 ) -> None:
     """Refuse a training that could only fail, so that a pipeline does not generate for it first.
 
@@ -44,12 +43,7 @@ def check_before_building(
         require_whole_draft()
     if target is None:
         return
-    start = config.initialization
-    if isinstance(start, ExistingConfig):
-        own = shape_of(start.model)
-        draft = None if own is None else start.shape_from(own, target)
-    else:
-        draft = start.shape_from(target)
+    draft = started_shape(config.initialization, target, shape_of)
     if draft is None:
         return
     check_tables(config, target)

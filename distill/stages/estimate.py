@@ -14,7 +14,7 @@ from typing import Any
 from distill.artifacts import ArtifactKey
 from distill.corpus import is_local, read_corpus, stated_size
 from distill.held_out import reporting_half
-from distill.initialization import ExistingConfig
+from distill.initialization import ExistingConfig, ShapeOf
 from distill.models import ModelShape, read_shape
 from distill.stages.distill_sources import needs_target
 from distill.stages.estimate_table import size_text
@@ -28,7 +28,6 @@ from distill.stages.generate_size import (
 )
 from distill.stages.plan_shapes import (
     WEIGHT_BYTES,
-    ShapeOf,
     body_parameters,
     draft_shape,
     weight_bytes,

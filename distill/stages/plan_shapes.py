@@ -6,13 +6,10 @@ Refuses to load a weight, and to know what a stage does with them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
-from distill.initialization import ExistingConfig, InitializationConfig
+from distill.initialization import ShapeOf, started_shape
 from distill.models import ModelConfig, ModelShape, read_shape
 from distill.stages.run_config import RunConfig
-
-ShapeOf = Callable[[ModelConfig], ModelShape | None]
 
 WEIGHT_BYTES = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -27,16 +24,6 @@ def draft_shape(
 ) -> ModelShape | None:
     """The shape the draft will have, or None where it follows from an unknown one."""
     return started_shape(config.distill.initialization, target, shape_of)
-
-
-def started_shape(
-    start: InitializationConfig, target: ModelShape | None, shape_of: ShapeOf = read_shape
-) -> ModelShape | None:
-    """The shape of a draft that starts so, or None where it follows from an unknown one."""
-    if isinstance(start, ExistingConfig):
-        own = shape_of(start.model)
-        return None if own is None else start.shape_from(own, target)
-    return None if target is None else start.shape_from(target)
 
 
 def body_parameters(shape: ModelShape) -> int:

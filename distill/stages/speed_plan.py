@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distill.artifacts import Artifact
+from distill.initialization import ShapeOf
 from distill.metrics import planner
 from distill.metrics.planner_tables import speedups_by_alpha
 from distill.models import ModelShape, read_shape
-from distill.stages.plan_shapes import WEIGHT_BYTES, ShapeOf, draft_shape
+from distill.stages.plan_shapes import WEIGHT_BYTES, draft_shape
 from distill.stages.run_config import HardwareConfig, RunConfig
 
 if TYPE_CHECKING:
