@@ -5,7 +5,7 @@ Refuses to know how a round is decoded; that is the engine's.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -13,7 +13,7 @@ from distill.drafters.base import Drafter, registry
 from distill.drafters.causal_lm import CausalLMDrafter
 from distill.errors import ConfigError
 from distill.logit_edits import LogitsProcessor
-from distill.runtime.decode import DecodeEngine, DecodeRequest, DecodeResult
+from distill.runtime.decode import DecodeEngine, DecodeRequest, DecodeResult, RowUpdate
 from distill.runtime.draft_length import DraftLength
 from distill.runtime.requests import Prompts, all_prompt_token_ids
 from distill.runtime.stats import DecodeStats
@@ -32,10 +32,16 @@ class DecodeResults(list[DecodeResult]):
         return sum((result.stats for result in self), DecodeStats())
 
 
-def decode_batch(engine: DecodeEngine, requests: Sequence[DecodeRequest]) -> DecodeResults:
+def decode_batch(
+    engine: DecodeEngine,
+    requests: Sequence[DecodeRequest],
+    *,
+    on_update: Callable[[int, RowUpdate], None] = lambda index, update: None,
+) -> DecodeResults:
     """Decode all requests and return their results in input order.
 
-    The schedule depends on the requests alone, so equal requests give equal results.
+    The schedule depends on the requests alone, so equal requests give equal results. ``on_update``
+    is told of every target call of a row, with the request's place.
 
     Raises:
         DistillError: one of the requests cannot be decoded; nothing is decoded then.
@@ -48,8 +54,11 @@ def decode_batch(engine: DecodeEngine, requests: Sequence[DecodeRequest]) -> Dec
         for handle in handles:
             engine.cancel(handle)
         raise
+    place = {handle: index for index, handle in enumerate(handles)}
     while engine.has_work:
-        engine.step()
+        for update in engine.step():
+            if update.handle in place:  # an engine may be at work for others too
+                on_update(place[update.handle], update)
     return DecodeResults(engine.result(handle) for handle in handles)
 
 

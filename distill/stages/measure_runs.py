@@ -21,7 +21,8 @@ from distill.errors import CorpusError
 from distill.held_out import answered_held_out, reporting_half
 from distill.models import LoadedModel
 from distill.runtime import lossless
-from distill.runtime.decode import DecodeEngine, DecodeRequest, DecodeResult
+from distill.runtime.decode import DecodeEngine, DecodeRequest, DecodeResult, RowUpdate
+from distill.runtime.speculative import decode_batch
 from distill.sampling import SamplingConfig
 
 TIE_ULPS = lossless.TIE_ULPS
@@ -153,19 +154,20 @@ def decode(
         max_batch_size=len(prompts),
         max_length=max(len(p.token_ids) for p in prompts) + max_new_tokens,
     )
-    handles = [
-        engine.add(request_of(target, p, sampling, max_new_tokens=max_new_tokens, seed=seed))
-        for p in prompts
+    left = [max_new_tokens] * len(prompts)
+    num_draftable = [0] * len(prompts)
+
+    def count(index: int, update: RowUpdate) -> None:
+        num_draftable[index] += left[index] > 1
+        left[index] -= len(update.new_token_ids)
+
+    requests = [
+        request_of(target, p, sampling, max_new_tokens=max_new_tokens, seed=seed) for p in prompts
     ]
-    left = dict.fromkeys(handles, max_new_tokens)
-    num_draftable = dict.fromkeys(handles, 0)
-    while engine.has_work:
-        for update in engine.step():  # one a row and target call
-            num_draftable[update.handle] += left[update.handle] > 1
-            left[update.handle] -= len(update.new_token_ids)
+    results = decode_batch(engine, requests, on_update=count)
     return [
-        CountedResult(**vars(engine.result(handle)), num_draftable_calls=num_draftable[handle])
-        for handle in handles
+        CountedResult(**vars(result), num_draftable_calls=number)
+        for result, number in zip(results, num_draftable, strict=True)
     ]
 
 
