@@ -10,20 +10,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from distill import ArtifactStore, generate, load_config
-from distill.artifacts import Artifact
 from distill.errors import ConfigError, DistillError
 from distill.initialization import initialize
 from distill.losses import LOSSES
 from distill.metrics import timing
-from distill.models import LoadedModel, load_target
-from distill.stages.distill_draft import DistillConfig
+from distill.models import load_target
 from distill.target_store import knowledge_of
 from distill.training.config import TrainingConfig
 from distill.training.data import Row, read_rows
@@ -243,23 +241,14 @@ def prepare(options: argparse.Namespace) -> Contest:
     turns = [
         rows[start : start + options.batch_rows] for start in range(0, needed, options.batch_rows)
     ]
-    return Contest(
-        target,
-        draft,
-        turns,
-        step_config(config.distill, turns, options.steps),
-        token_ids_V=_subset(config.distill, answers, target, draft),
+    contest = Contest(target, draft, turns, step_config(config.distill, turns, options.steps))
+    size = config.distill.vocabulary_size
+    if size is None:
+        return contest
+    chosen = choose_vocabulary(
+        answers, size, num_tokens=contest.target_head.num_rows, always=target.stop_token_ids
     )
-
-
-def _subset(
-    config: DistillConfig, answers: Artifact, target: LoadedModel, draft: LoadedModel
-) -> torch.Tensor | None:
-    if config.vocabulary_size is None:
-        return None
-    num_tokens = min(len(target.tokenizer), target.shape.vocab_size, draft.shape.vocab_size)
-    chosen = choose_vocabulary(answers, config.vocabulary_size, num_tokens=num_tokens)
-    return torch.tensor(chosen.token_ids)
+    return replace(contest, token_ids_V=torch.tensor(chosen.token_ids))
 
 
 def num_epochs(config: TrainingConfig, rows: Sequence[Row]) -> float:
