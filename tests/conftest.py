@@ -54,6 +54,23 @@ def _no_network() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
+def generated(tmp_path_factory: pytest.TempPathFactory, tiny_pair_dirs: tuple[Path, Path]) -> Any:
+    """Answers of the tiny target, as a training reads them."""
+    from distill.artifacts import ArtifactStore
+    from tests.distill_helpers import make_generated
+
+    return make_generated(ArtifactStore(tmp_path_factory.mktemp("store")), tiny_pair_dirs[0])
+
+
+@pytest.fixture(scope="module")
+def target(tiny_pair_dirs: tuple[Path, Path]) -> Any:
+    """The tiny target, loaded."""
+    from distill.models import ModelConfig, load_target
+
+    return load_target(ModelConfig(model=str(tiny_pair_dirs[0]), device="cpu"))
+
+
+@pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """One thread for a module's computations: its forked children, which have one, round alike."""
     import torch

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from distill.artifacts import Artifact, ArtifactStore
+from distill.artifacts import Artifact
 from distill.errors import TrainingError
 from distill.losses.head import head_of
-from distill.models import LoadedModel, ModelConfig, load_target
+from distill.models import LoadedModel
 from distill.training import data as data_module
 from distill.training.data import TargetFiles, read_rows
 from distill.training.guards import Guard
@@ -24,7 +24,6 @@ from distill.training.loop import train
 from distill.training.probe import as_served
 from distill.training.run import Followers, TrainingData
 from distill.training.trunk import set_trainable
-from tests.distill_helpers import make_generated
 from tests.helpers import make_llama
 from tests.training_helpers import make_draft, training_config, training_data
 
@@ -35,18 +34,6 @@ WHOLE = training_config(
     micro_batch_tokens=100_000,
     max_grad_norm=1e9,
 )
-
-
-@pytest.fixture(scope="module")
-def generated(
-    tmp_path_factory: pytest.TempPathFactory, tiny_pair_dirs: tuple[Path, Path]
-) -> Artifact:
-    return make_generated(ArtifactStore(tmp_path_factory.mktemp("store")), tiny_pair_dirs[0])
-
-
-@pytest.fixture(scope="module")
-def target(tiny_pair_dirs: tuple[Path, Path]) -> LoadedModel:
-    return load_target(ModelConfig(model=str(tiny_pair_dirs[0]), device="cpu"))
 
 
 def _first_step(

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from distill.artifacts import Artifact, ArtifactStore
-from distill.models import LoadedModel, ModelConfig, load_target
+from distill.artifacts import Artifact
+from distill.models import LoadedModel
 from distill.training import loop
 from distill.training.checkpoint import saved_step
 from distill.training.run import Followers
-from tests.distill_helpers import make_generated
 from tests.fork_helpers import kill_self, run_forked
 from tests.training_helpers import make_draft, train_draft, training_config
 
@@ -35,18 +34,6 @@ CONFIG = training_config(
     eval_every=4,
     loss="acceptance_hybrid",
 )
-
-
-@pytest.fixture(scope="module")
-def generated(
-    tmp_path_factory: pytest.TempPathFactory, tiny_pair_dirs: tuple[Path, Path]
-) -> Artifact:
-    return make_generated(ArtifactStore(tmp_path_factory.mktemp("store")), tiny_pair_dirs[0])
-
-
-@pytest.fixture(scope="module")
-def target(tiny_pair_dirs: tuple[Path, Path]) -> LoadedModel:
-    return load_target(ModelConfig(model=str(tiny_pair_dirs[0]), device="cpu"))
 
 
 class Killed(Exception):

@@ -24,7 +24,7 @@ from distill.artifacts import Artifact, ArtifactStore
 from distill.errors import ConfigError, TrainingError
 from distill.initialization import PrunedConfig, initialize
 from distill.losses.head import head_of
-from distill.models import LoadedModel, ModelConfig, load_target
+from distill.models import LoadedModel
 from distill.training.checkpoint import SavedState, load_state, restore
 from distill.training.config import (
     LossPhase,
@@ -46,18 +46,6 @@ from distill.training.run import Followers, TrainingData, TrainingResult
 from distill.training.select import Best, HeldOut, HeldOutScore
 from distill.training.vocabulary import choose_vocabulary
 from tests.distill_helpers import make_generated
-
-
-@pytest.fixture(scope="module")
-def generated(
-    tmp_path_factory: pytest.TempPathFactory, tiny_pair_dirs: tuple[Path, Path]
-) -> Artifact:
-    return make_generated(ArtifactStore(tmp_path_factory.mktemp("store")), tiny_pair_dirs[0])
-
-
-@pytest.fixture(scope="module")
-def target(tiny_pair_dirs: tuple[Path, Path]) -> LoadedModel:
-    return load_target(ModelConfig(model=str(tiny_pair_dirs[0]), device="cpu"))
 
 
 def _settings(**changes: Any) -> TrainingConfig:

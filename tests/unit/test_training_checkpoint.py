@@ -11,29 +11,16 @@ from typing import Any
 
 import pytest
 
-from distill.artifacts import Artifact, ArtifactStore
+from distill.artifacts import Artifact
 from distill.errors import ArtifactCorruptError
-from distill.models import LoadedModel, ModelConfig, load_target
+from distill.models import LoadedModel
 from distill.training.checkpoint import saved_step
 from distill.training.run import Followers
-from tests.distill_helpers import make_generated
 from tests.training_helpers import train_draft, training_config
 
 
 class _Killed(Exception):
     pass
-
-
-@pytest.fixture(scope="module")
-def generated(
-    tmp_path_factory: pytest.TempPathFactory, tiny_pair_dirs: tuple[Path, Path]
-) -> Artifact:
-    return make_generated(ArtifactStore(tmp_path_factory.mktemp("store")), tiny_pair_dirs[0])
-
-
-@pytest.fixture(scope="module")
-def target(tiny_pair_dirs: tuple[Path, Path]) -> LoadedModel:
-    return load_target(ModelConfig(model=str(tiny_pair_dirs[0]), device="cpu"))
 
 
 def _cut(path: Path) -> None:

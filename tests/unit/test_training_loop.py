@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from distill.artifacts import Artifact, ArtifactStore
+from distill.artifacts import Artifact
 from distill.errors import ConfigError, TrainingError
 from distill.losses.head import head_of
-from distill.models import LoadedModel, ModelConfig, load_target
+from distill.models import LoadedModel
 from distill.runtime.speculative import speculative_decode
 from distill.sampling import SamplingConfig
 from distill.training.config import DecodeProbeConfig
@@ -26,21 +26,7 @@ from distill.training.probe import DecodeProbe, as_served
 from distill.training.run import Followers
 from distill.training.select import Best, HeldOutScore, evaluations_since
 from distill.training.trunk import recompute_activations
-from tests.distill_helpers import make_generated
 from tests.training_helpers import make_draft, train_draft, training_config, training_data
-
-
-@pytest.fixture(scope="module")
-def generated(
-    tmp_path_factory: pytest.TempPathFactory, tiny_pair_dirs: tuple[Path, Path]
-) -> Artifact:
-    return make_generated(ArtifactStore(tmp_path_factory.mktemp("store")), tiny_pair_dirs[0])
-
-
-@pytest.fixture(scope="module")
-def target(tiny_pair_dirs: tuple[Path, Path]) -> LoadedModel:
-    return load_target(ModelConfig(model=str(tiny_pair_dirs[0]), device="cpu"))
-
 
 # ---------------------------------------------------------------- accumulation and memory
 
