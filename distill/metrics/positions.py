@@ -49,8 +49,9 @@ def score_positions(
         - ``position``: index into the text; the other columns are aligned with it;
         - one column per acceptance rule: the probability that a draft token is accepted;
         - ``text``: min(1, q(x) / p(x)) of the text's own token x, the probability that the draft
-          gets THIS token accepted. Its mean over texts drawn from the target is alpha as well, and
-          given the text the tests of a block are independent, which ``chain.py`` builds on;
+          gets THIS token accepted (``speculative_sampling`` where p(x) is 0). Its mean over texts
+          drawn from the target is alpha as well, and given the text the tests of a block are
+          independent, which ``chain.py`` builds on;
         - ``outside``: the target's probability on tokens the draft cannot propose (0 without a
           subset);
         - ``draft_token``, ``draft_excess``: argmax of q - p and its value: what the draft proposes
@@ -89,8 +90,11 @@ def _draft_columns(
     found = {rule: _rounded(acceptance_probability(p_NV, q_NV, rule)) for rule in RULES}
     ids_N1 = tokens_N.unsqueeze(1)
     p_N, q_N = p_NV.gather(1, ids_N1)[:, 0], q_NV.gather(1, ids_N1)[:, 0]
-    # p = 0 happens at temperature 0, where the text was decoded by a pass of another width.
-    found["text"] = _rounded(torch.where(p_N > 0, q_N / p_N, (q_N > 0).to(q_N)).clamp_max(1.0))
+    # p = 0: the text was decoded by a pass of another width, and rounding now says another token.
+    # Then the draft is asked for that one: both were read by this pass, and a draft that equals
+    # its target is accepted everywhere.
+    here_N = acceptance_probability(p_NV, q_NV, "speculative_sampling").to(q_N)
+    found["text"] = _rounded(torch.where(p_N > 0, q_N / p_N, here_N).clamp_max(1.0))
     outside_N = torch.zeros_like(p_N)
     if kept_V is not None:
         outside_N = (p_NV * ~kept_V[: p_NV.shape[-1]]).sum(-1)

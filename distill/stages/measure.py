@@ -64,7 +64,7 @@ __all__ = [
 ]
 
 STAGE = "measure"
-CODE_VERSION = 5
+CODE_VERSION = 6
 INPUTS = ("distill", "generate")
 SCHEMA_VERSION = 2
 

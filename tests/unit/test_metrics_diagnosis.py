@@ -46,6 +46,17 @@ def test_the_texts_own_acceptance_averages_to_alpha() -> None:
     assert mean == pytest.approx(0.7, abs=1e-6)
 
 
+def test_a_text_that_rounding_would_now_continue_otherwise_asks_the_draft_for_that_token() -> None:
+    greedy = SamplingConfig(temperature=0.0)
+    same = DraftLogits(torch.arange(2), P.log())
+    other = DraftLogits(torch.arange(2), Q.log())
+    drafts = {"the target itself": same, "a draft": other}
+    # Token 1 is not the most likely one of the first position in this pass.
+    found = positions.score_positions(P.log(), [1, 2], drafts, greedy)["drafts"]
+    assert found["the target itself"]["text"] == [1.0, 1.0]
+    assert found["a draft"]["text"] == [0.0, 1.0]
+
+
 def test_mass_outside_the_vocabulary_is_the_targets() -> None:
     q = torch.tensor([[0.4, 0.6, 0.0], [0.5, 0.5, 0.0]], dtype=torch.float64)
     found = _columns([0, 2], q, [True, True, False])["drafts"]["d"]
