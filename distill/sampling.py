@@ -23,6 +23,7 @@ DRAFT_LANE, ACCEPT_LANE, RESIDUAL_LANE = 0, 1, 2
 
 _CHUNK_VALUES = 2**18
 _BLOCK = 128  # the two-level searches below look at V / 128 block summaries, then at one block
+_SAMPLED_AT_ONCE = 2**14  # up to so many weights one sum costs less than a search in two levels
 
 
 _LEAST_TEMPERATURE = 1e-4
@@ -254,7 +255,7 @@ def sample(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     size = probs_BV.shape[-1]
     u_B1 = uniforms_B.to(device=probs_BV.device, dtype=torch.float64).unsqueeze(-1)
     blocks = size // _BLOCK
-    if blocks < 16:
+    if size <= _SAMPLED_AT_ONCE:
         cumulative = probs_BV.cumsum(dim=-1, dtype=torch.float64)
         _require_finite(cumulative[:, -1])
         return torch.searchsorted(cumulative, u_B1 * cumulative[:, -1:]).squeeze(-1)

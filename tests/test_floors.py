@@ -32,6 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "runtime.commit",
         "runtime.attention",
         "runtime.packing",
+        "runtime.rotary",
     ),
     ("initialization", "drafters", "metrics", "target_store"),
     ("runtime", "runtime.decode", "runtime.speculative"),

@@ -154,30 +154,30 @@ class AutoregressiveDrafter:
         active = self._active_rows(handles, token_ids, num_draft_tokens_B)
         width = max((row.num_drafts for row in active), default=0)
         device = self.model.device
-        tokens_BK = torch.zeros(len(handles), width, dtype=torch.long, device=device)
-        num_tokens_B = [0] * len(handles)
-        if not width:
-            return Proposal(tokens_BK, num_tokens_B, None)
-        probs_BKV = None
-        if not all(row.row.sampling.is_greedy for row in active):
+        drafted: list[list[int]] = [[] for _ in handles]
+        probs_BKV = uniforms_AK = None
+        if not all(a.row.sampling.is_greedy for a in active):
             probs_BKV = self._room_for_probs(len(handles), width, device)
-        self._read_long_prefixes(active)
-        uniforms_AK = self._uniforms(active, width)
+            uniforms_AK = self._uniforms(active, width)
+        if active:
+            self._read_long_prefixes(active)
         for step in range(width):
-            stepping = [a for a in active if a.num_drafts > step]
-            if not stepping:
-                break
-            logits_AU = self._read(stepping)
             live = [n for n, a in enumerate(active) if a.num_drafts > step]
-            tokens_A = self._draw(stepping, logits_AU, uniforms_AK[live, step], step, probs_BKV)
+            if not live:
+                break
+            stepping = [active[n] for n in live]
+            logits_AU = self._read(stepping)
+            uniforms_A = None if uniforms_AK is None else uniforms_AK[live, step]
+            tokens_A = self._draw(stepping, logits_AU, uniforms_A, step, probs_BKV)
             for a, token in zip(stepping, tokens_A.tolist(), strict=True):
                 if a.num_drafts > step:  # a row that ran out of tokens to draw stops here
                     a.tokens.append(token)
-                    tokens_BK[a.index, step] = token
-                    num_tokens_B[a.index] = step + 1
+                    drafted[a.index].append(token)
                     if token in a.row.stop_token_ids:
                         a.num_drafts = step + 1  # nothing behind it could ever be emitted
-        return Proposal(tokens_BK, num_tokens_B, probs_BKV)
+        padded = [[*tokens, *([0] * (width - len(tokens)))] for tokens in drafted]
+        tokens_BK = torch.tensor(padded, dtype=torch.long, device=device).view(len(drafted), width)
+        return Proposal(tokens_BK, [len(tokens) for tokens in drafted], probs_BKV)
 
     def _room_for_probs(self, num_rows: int, width: int, device: torch.device) -> Tensor:
         """A part of one buffer that is used again every round: it is as large as B K V.
@@ -254,27 +254,35 @@ class AutoregressiveDrafter:
         self,
         stepping: list[_Active],
         logits_AU: Tensor,
-        uniforms_A: Tensor,
+        uniforms_A: Tensor | None,
         step: int,
         probs_BKV: Tensor | None,
     ) -> Tensor:
-        """One token per row; records in ``probs_BKV`` what it was drawn from."""
+        """One token per row; records in ``probs_BKV`` what it was drawn from.
+
+        Both are None where every row takes the most likely token.
+        """
         logits_AU = self._edited(stepping, logits_AU, step)
         greedy = [n for n, a in enumerate(stepping) if a.row.sampling.is_greedy]
         sampled = [n for n, a in enumerate(stepping) if not a.row.sampling.is_greedy]
-        columns_A = torch.zeros(len(stepping), dtype=torch.long, device=logits_AU.device)
-        if greedy:
-            columns_A[greedy] = argmax_last(logits_AU if not sampled else logits_AU[greedy])
-        if sampled:
+        if not sampled:
+            columns_A = argmax_last(logits_AU)
+        else:
             assert probs_BKV is not None
+            assert uniforms_A is not None
             chosen = logits_AU if not greedy else logits_AU[sampled]
             probs_AU = probs_by_row(chosen, [stepping[n].row.sampling for n in sampled]).float()
-            columns_A[sampled] = sample(probs_AU, uniforms_A[sampled])
-            rows_A = torch.tensor([stepping[n].index for n in sampled], device=chosen.device)
-            if self._ids_U is None:
-                probs_BKV[rows_A, step, : probs_AU.shape[1]] = probs_AU
-            else:
-                probs_BKV[rows_A.unsqueeze(1), step, self._ids_U] = probs_AU
+            for n, probs_U in zip(sampled, probs_AU, strict=True):
+                drawn_from_V = probs_BKV[stepping[n].index, step]
+                if self._ids_U is None:
+                    drawn_from_V[: len(probs_U)] = probs_U
+                else:
+                    drawn_from_V.scatter_(0, self._ids_U, probs_U)
+            columns_A = sample(probs_AU, uniforms_A if not greedy else uniforms_A[sampled])
+            if greedy:
+                drawn_A, columns_A = columns_A, columns_A.new_empty(len(stepping))
+                columns_A[sampled] = drawn_A
+                columns_A[greedy] = argmax_last(logits_AU[greedy])
         return columns_A if self._ids_U is None else self._ids_U[columns_A]
 
     def _edited(self, stepping: list[_Active], logits_AU: Tensor, step: int) -> Tensor:

@@ -41,34 +41,38 @@ def attention_for(model: Any, config: Any) -> Iterator[bool]:
         config._attn_implementation = before
 
 
+def needs_no_mask(
+    common_start: int | None, num_tokens: int, length: int, *, window: int | None
+) -> bool:
+    """Whether :func:`ragged_attention` sees the right keys without being told.
+
+    So do equally long rows: with one query each everything is visible, and a fresh prompt is
+    causal.
+
+    Args:
+        common_start: the first position when all rows agree, else None.
+        num_tokens, length, window: as for :func:`ragged_mask`.
+    """
+    is_inside = window is None or length <= window
+    return is_inside and common_start is not None and (common_start == 0 or num_tokens == 1)
+
+
 def ragged_mask(
     positions_BS: Tensor,
     length: int,
     *,
-    common_start: int | None,
     window: int | None,
     group: int,
     dtype: torch.dtype,
-    may_skip: bool,
-) -> Tensor | None:
+) -> Tensor:
     """Additive mask [B, 1, G * S, L]: 0 where a query may look, -inf where not.
 
     Args:
         positions_BS: position of each query in its row; key j of a row has position j.
         length: L, how many keys there are.
-        common_start: the first position when all rows agree, else None.
         window: keys at a distance of ``window`` or more are hidden; None: no window.
         group: G, query heads per key/value head; the mask repeats itself for each.
-        may_skip: return None where :func:`ragged_attention` needs no mask.
     """
-    is_inside = window is None or length <= window
-    if (
-        may_skip
-        and is_inside
-        # One query per row and equally long rows: everything is visible. A fresh prompt: causal.
-        and (common_start == 0 or (common_start is not None and positions_BS.shape[1] == 1))
-    ):
-        return None
     keys_L = torch.arange(length, device=positions_BS.device)
     queries_BS1 = positions_BS.unsqueeze(-1)
     is_hidden = keys_L > queries_BS1

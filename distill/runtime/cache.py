@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,10 +34,22 @@ class WritePlan:
     """Where one call writes and how far it reads; computed once and shared by all layers."""
 
     rows: slice
-    start: int | None  # the common first position, or None when rows differ
-    positions_BS: Tensor
+    starts: list[int]
     num_tokens: int
     length: int
+    device: Any
+
+    @cached_property
+    def start(self) -> int | None:
+        """The common first position, or None when rows differ."""
+        first = self.starts[0]
+        return first if all(start == first for start in self.starts) else None
+
+    @cached_property
+    def positions_BS(self) -> Tensor:
+        """The position of every token; a decoding row by itself never asks for them."""
+        start_B1 = torch.tensor(self.starts, device=self.device).unsqueeze(1)
+        return start_B1 + torch.arange(self.num_tokens, device=self.device)
 
 
 class RaggedCache:
@@ -180,14 +193,7 @@ class RaggedCache:
         num_tokens = max(num_tokens_B)
         length = max(starts) + num_tokens
         self.reserve(length)
-        start_B1 = torch.tensor(starts, device=device).unsqueeze(1)
-        self._plan = WritePlan(
-            rows=slice(first_row, stop),
-            start=starts[0] if len(set(starts)) == 1 else None,
-            positions_BS=start_B1 + torch.arange(num_tokens, device=device),
-            num_tokens=num_tokens,
-            length=length,
-        )
+        self._plan = WritePlan(slice(first_row, stop), starts, num_tokens, length, device)
         try:
             yield self._plan
         finally:

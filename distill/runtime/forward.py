@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from distill.errors import ContextLengthError
-from distill.runtime.attention import attention_for, ragged_mask
+from distill.runtime.attention import attention_for, needs_no_mask, ragged_mask
 from distill.runtime.cache import RaggedCache, WritePlan
 
 # Padding up to here costs less than a call of its own; beyond it, an eighth may be padding.
@@ -70,17 +70,20 @@ def forward(
     tokens_BS = torch.tensor(
         [[*row, *([0] * (num_tokens - len(row)))] for row in token_ids], device=device
     )
-    wanted_N = _positions_wanted(num_tokens_B, num_tokens, logits_of).to(device)
+    wanted_N = None
+    if (
+        logits_of == "none"
+        or (logits_of == "last" and num_tokens > 1)
+        or len(set(num_tokens_B)) > 1
+    ):
+        wanted_N = _positions_wanted(num_tokens_B, num_tokens, logits_of).to(device)
     with cache.writing(first_row, num_tokens_B, device) as plan:
-        positions_BS = plan.positions_BS
-        if cache.max_positions is not None:  # padding may point behind the last position
-            positions_BS = positions_BS.clamp_max(cache.max_positions - 1)
         lean = cache.lean
         if lean is not None and not lean.is_hooked:
             masks = _masks(cache, plan, model.dtype, is_ours=True)
             logits_NV, hidden_ND = lean.run(
                 tokens_BS,
-                positions_BS,
+                plan,
                 cache,
                 masks,
                 wanted_N,
@@ -89,7 +92,7 @@ def forward(
             )
         else:
             logits_NV, hidden_ND = _own_forward(
-                model, cache, plan, tokens_BS, positions_BS, wanted_N, head, num_layers
+                model, cache, plan, tokens_BS, wanted_N, head, num_layers
             )
     return ForwardOutput(logits_NV, hidden_ND if keep_hidden else None)
 
@@ -99,12 +102,14 @@ def _own_forward(
     cache: RaggedCache,
     plan: WritePlan,
     tokens_BS: Tensor,
-    positions_BS: Tensor,
-    wanted_N: Tensor,
+    wanted_N: Tensor | None,
     head: nn.Module | None,
     num_layers: int | None,
 ) -> tuple[Tensor, Tensor]:
     """The model's own code; logits [N, V] and the head's input [N, D]."""
+    positions_BS = plan.positions_BS
+    if cache.max_positions is not None:  # padding may point behind the last position
+        positions_BS = positions_BS.clamp_max(cache.max_positions - 1)
     with (
         cache.packed.applied(head),
         attention_for(model, cache.config) as is_ours,
@@ -193,7 +198,7 @@ def _positions_wanted(
 
 
 @contextmanager
-def _head_on(model: Any, head: nn.Module | None, wanted_N: Tensor) -> Iterator[list[Tensor]]:
+def _head_on(model: Any, head: nn.Module | None, wanted_N: Tensor | None) -> Iterator[list[Tensor]]:
     """Let the output head see only the wanted positions; yields a list that receives its input.
 
     A hook on the head rather than a second implementation of what follows the decoder: scaling
@@ -205,7 +210,9 @@ def _head_on(model: Any, head: nn.Module | None, wanted_N: Tensor) -> Iterator[l
 
     def select(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden_BSD = arguments[0]
-        hidden_ND = hidden_BSD.reshape(-1, hidden_BSD.shape[-1]).index_select(0, wanted_N)
+        hidden_ND = hidden_BSD.reshape(-1, hidden_BSD.shape[-1])
+        if wanted_N is not None:
+            hidden_ND = hidden_ND.index_select(0, wanted_N)
         captured.append(hidden_ND)
         return (hidden_ND.unsqueeze(0), *arguments[1:])
 
@@ -243,16 +250,12 @@ def _masks(cache: RaggedCache, plan: WritePlan, dtype: torch.dtype, is_ours: boo
         group = heads // (getattr(cache.config, "num_key_value_heads", None) or heads)
     kinds = dict.fromkeys(cache.layer_types)
     window = getattr(cache.config, "sliding_window", None)
-    masks = {
-        kind: ragged_mask(
-            plan.positions_BS,
-            plan.length,
-            common_start=plan.start,
-            window=window if kind == "sliding_attention" else None,
-            group=group,
-            dtype=dtype,
-            may_skip=is_ours,
-        )
-        for kind in kinds
-    }
+    masks: dict[str, Tensor | None] = {}
+    for kind in kinds:
+        seen = window if kind == "sliding_attention" else None
+        masks[kind] = None
+        if not (is_ours and needs_no_mask(plan.start, plan.num_tokens, plan.length, window=seen)):
+            masks[kind] = ragged_mask(
+                plan.positions_BS, plan.length, window=seen, group=group, dtype=dtype
+            )
     return masks if len(masks) > 1 else next(iter(masks.values()))

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from distill.models.quantization import Int8Linear
 from distill.runtime.attention import ragged_attention
 from distill.runtime.packing import MAX_BYTES, FusedLinear
+from distill.runtime.rotary import Places, RotaryTable
 
 _FAMILIES = frozenset(
     {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
@@ -70,7 +71,7 @@ class LeanDecoder:
         decoder = model.get_decoder()
         self._layers = [_layer_of(layer) for layer in decoder.layers]
         self._embedding = decoder.embed_tokens
-        self._rotary = decoder.rotary_emb
+        self._rotary = RotaryTable(decoder.rotary_emb)
         self._final_norm = decoder.norm
         own_head = model.get_output_embeddings()
         self._own_head = FusedLinear([own_head])
@@ -99,10 +100,10 @@ class LeanDecoder:
     def run(
         self,
         tokens_BS: Tensor,
-        positions_BS: Tensor,
+        places: Places,
         cache: LayerCache,
         masks: Tensor | Mapping[str, Tensor | None] | None,
-        wanted_N: Tensor,
+        wanted_N: Tensor | None,
         *,
         head: FusedLinear | None,
         num_layers: int | None,
@@ -111,23 +112,21 @@ class LeanDecoder:
 
         Args:
             masks: as :func:`ragged_attention` takes them, one or one for each kind of layer.
-            wanted_N: flat indices into [B * S].
+            wanted_N: flat indices into [B * S]; None: all of them.
             head: an output head to use instead of the model's own.
             num_layers: run only so many layers before the final norm.
         """
         hidden_BSD = self._embedding.forward(tokens_BS)
-        cos_BSW, sin_BSW = self._rotary(hidden_BSD, positions_BS)
-        cos_BS1W = cos_BSW.unsqueeze(2)
-        # rotate_half(x) * sin == roll(x) * (-sin, sin): the sign goes to the smaller operand, once.
-        half = sin_BSW.shape[-1] // 2
-        sin_BS1W = torch.cat((-sin_BSW[..., :half], sin_BSW[..., half:]), dim=-1).unsqueeze(2)
+        cos_BS1W, sin_BS1W = self._rotary.at(places, hidden_BSD)
         for index, layer in enumerate(self._layers[:num_layers]):
             mask = masks[cache.layer_types[index]] if isinstance(masks, Mapping) else masks
             attended_BSE = _attend(layer, index, hidden_BSD, cos_BS1W, sin_BS1W, cache, mask)
             hidden_BSD = layer.attention_out(attended_BSE).add_(hidden_BSD)
             gate, up = layer.gate_up.apart(layer.mlp_norm.forward(hidden_BSD))
             hidden_BSD = layer.down(F.silu(gate).mul_(up)).add_(hidden_BSD)
-        hidden_ND = hidden_BSD.reshape(-1, hidden_BSD.shape[-1]).index_select(0, wanted_N)
+        hidden_ND = hidden_BSD.reshape(-1, hidden_BSD.shape[-1])
+        if wanted_N is not None:
+            hidden_ND = hidden_ND.index_select(0, wanted_N)
         hidden_ND = self._final_norm.forward(hidden_ND)
         return (self._own_head if head is None else head)(hidden_ND), hidden_ND
 

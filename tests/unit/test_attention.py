@@ -9,11 +9,16 @@ import torch
 import torch.nn.functional as F
 
 from distill.runtime import attention
-from distill.runtime.attention import products_attention, ragged_attention, ragged_mask
+from distill.runtime.attention import (
+    needs_no_mask,
+    products_attention,
+    ragged_attention,
+    ragged_mask,
+)
 
 
 def mask_for(positions, length, **changes):
-    settings = {"common_start": None, "window": None, "group": 1, "may_skip": False}
+    settings = {"window": None, "group": 1}
     return ragged_mask(torch.tensor(positions), length, dtype=torch.float32, **(settings | changes))
 
 
@@ -39,13 +44,12 @@ def test_the_mask_repeats_for_every_query_head_of_a_group():
 
 
 def test_a_mask_is_left_out_only_where_none_is_needed():
-    fresh, single, ragged = [[0, 1], [0, 1]], [[4], [4]], [[4], [2]]
-    assert mask_for(fresh, 2, common_start=0, may_skip=True) is None
-    assert mask_for(single, 5, common_start=4, may_skip=True) is None
-    assert mask_for(ragged, 5, common_start=None, may_skip=True) is not None
-    assert mask_for([[4, 5]], 6, common_start=4, may_skip=True) is not None
-    assert mask_for(single, 5, common_start=4, may_skip=True, window=3) is not None
-    assert mask_for(fresh, 2, common_start=0, may_skip=False) is not None
+    assert needs_no_mask(0, 2, 2, window=None)  # a fresh prompt
+    assert needs_no_mask(4, 1, 5, window=None)  # one token of equally long rows
+    assert not needs_no_mask(None, 1, 5, window=None)
+    assert not needs_no_mask(4, 2, 6, window=None)
+    assert not needs_no_mask(4, 1, 5, window=3)
+    assert needs_no_mask(4, 1, 5, window=5)
 
 
 def tensors(batch, num_queries, length, dtype, heads=2, group=2):
@@ -73,9 +77,7 @@ def test_grouped_attention_equals_repeated_heads(batch, num_queries, dtype, atol
     query, key, value = tensors(batch, num_queries, length, dtype)
     starts = torch.arange(batch).unsqueeze(1) % (length - num_queries)
     positions = starts + torch.arange(num_queries)
-    full = ragged_mask(
-        positions, length, common_start=None, window=None, group=2, dtype=dtype, may_skip=False
-    )
+    full = ragged_mask(positions, length, window=None, group=2, dtype=dtype)
     single = full[:, :, :num_queries]
     expected = reference(query, key, value, single.double(), 2, scale)
     for mask in (full, single):  # a mask that was not repeated yet is accepted too
