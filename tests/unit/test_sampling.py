@@ -219,7 +219,8 @@ def test_weights_need_not_be_normalised():
     assert sample(weights, torch.tensor([0.74, 0.76]).double()).tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("size", [5, 2048, 2049, 9001])
+# Above 2**14 the search has two levels; the last block is full, short, or one token.
+@pytest.mark.parametrize("size", [5, 9001, 2**14, 2**14 + 128, 2**14 + 1, 20001])
 def test_extreme_random_numbers_never_draw_a_token_of_probability_zero(size):
     probs = torch.zeros(4, size)
     probs[0, size // 2] = 1.0
@@ -232,7 +233,7 @@ def test_extreme_random_numbers_never_draw_a_token_of_probability_zero(size):
         assert (probs.gather(1, drawn.unsqueeze(1)) > 0).all()
 
 
-@pytest.mark.parametrize("size", [2048, 3001])
+@pytest.mark.parametrize("size", [2048, 2**14, 2**14 + 128, 20001])
 def test_blockwise_draws_equal_a_plain_search(size):
     generator = torch.Generator().manual_seed(7)
     probs = (torch.randn(40, size, generator=generator) * 3).softmax(-1).double()
@@ -246,11 +247,11 @@ def test_blockwise_draws_equal_a_plain_search(size):
 
 
 def test_draws_from_a_large_vocabulary_follow_its_law():
-    probs = torch.zeros(1, 6000)
-    probs[0, 10], probs[0, 3000], probs[0, 5999] = 0.2, 0.3, 0.5
+    probs = torch.zeros(1, 20000)
+    probs[0, 10], probs[0, 10000], probs[0, 19999] = 0.2, 0.3, 0.5
     u = uniforms(5, np.arange(4000), DRAFT_LANE)
     drawn = sample(probs.expand(4000, -1), u)
-    counts = [int((drawn == token).sum()) for token in (10, 3000, 5999)]
+    counts = [int((drawn == token).sum()) for token in (10, 10000, 19999)]
     assert sum(counts) == 4000
     assert stats.chisquare(counts, [800, 1200, 2000]).pvalue > 1e-3
 
@@ -352,7 +353,7 @@ def test_the_lowest_temperature_keeps_large_logits_finite() -> None:
     assert probs.tolist() == [[1.0, 0.0, 0.0]]
 
 
-@pytest.mark.parametrize("size", [300, 5000])
+@pytest.mark.parametrize("size", [300, 20000])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_no_token_is_drawn_from_what_is_no_distribution(size, bad):
     """A search in a sum that is NaN ends behind the last id: token V, which is nobody's."""
