@@ -87,13 +87,14 @@ def _cut(logits_NV: Tensor, is_here: Tensor, p_NV: Tensor) -> Tensor:
 def _draft_columns(
     p_NV: Tensor, q_NV: Tensor, tokens_N: Tensor, kept_V: Tensor | None
 ) -> dict[str, list[Any]]:
-    found = {rule: _rounded(acceptance_probability(p_NV, q_NV, rule)) for rule in RULES}
+    accepted = {rule: acceptance_probability(p_NV, q_NV, rule) for rule in RULES}
+    found = {rule: _rounded(values_N) for rule, values_N in accepted.items()}
     ids_N1 = tokens_N.unsqueeze(1)
     p_N, q_N = p_NV.gather(1, ids_N1)[:, 0], q_NV.gather(1, ids_N1)[:, 0]
     # p = 0: the text was decoded by a pass of another width, and rounding now says another token.
     # Then the draft is asked for that one: both were read by this pass, and a draft that equals
     # its target is accepted everywhere.
-    here_N = acceptance_probability(p_NV, q_NV, "speculative_sampling").to(q_N)
+    here_N = accepted["speculative_sampling"]
     found["text"] = _rounded(torch.where(p_N > 0, q_N / p_N, here_N).clamp_max(1.0))
     outside_N = torch.zeros_like(p_N)
     if kept_V is not None:

@@ -38,6 +38,7 @@ class WritePlan:
     num_tokens: int
     length: int
     device: Any
+    max_positions: int | None
 
     @cached_property
     def start(self) -> int | None:
@@ -50,6 +51,14 @@ class WritePlan:
         """The position of every token; a decoding row by itself never asks for them."""
         start_B1 = torch.tensor(self.starts, device=self.device).unsqueeze(1)
         return start_B1 + torch.arange(self.num_tokens, device=self.device)
+
+    @property
+    def rotary_positions_BS(self) -> Tensor:
+        """The same for rotating: padding may point behind the last position, which a model with
+        stretched positions would take for a longer text."""
+        if self.max_positions is None:
+            return self.positions_BS
+        return self.positions_BS.clamp_max(self.max_positions - 1)
 
 
 class RaggedCache:
@@ -193,7 +202,9 @@ class RaggedCache:
         num_tokens = max(num_tokens_B)
         length = max(starts) + num_tokens
         self.reserve(length)
-        self._plan = WritePlan(slice(first_row, stop), starts, num_tokens, length, device)
+        self._plan = WritePlan(
+            slice(first_row, stop), starts, num_tokens, length, device, self.max_positions
+        )
         try:
             yield self._plan
         finally:

@@ -107,9 +107,6 @@ def _own_forward(
     num_layers: int | None,
 ) -> tuple[Tensor, Tensor]:
     """The model's own code; logits [N, V] and the head's input [N, D]."""
-    positions_BS = plan.positions_BS
-    if cache.max_positions is not None:  # padding may point behind the last position
-        positions_BS = positions_BS.clamp_max(cache.max_positions - 1)
     with (
         cache.packed.applied(head),
         attention_for(model, cache.config) as is_ours,
@@ -119,7 +116,7 @@ def _own_forward(
         output = model(
             input_ids=tokens_BS,
             attention_mask=_masks(cache, plan, model.dtype, is_ours),
-            position_ids=positions_BS,
+            position_ids=plan.rotary_positions_BS,
             cache=cache,
             use_cache=True,
         )

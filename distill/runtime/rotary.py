@@ -38,8 +38,8 @@ class Places(Protocol):
         ...
 
     @property
-    def positions_BS(self) -> Tensor:
-        """Every token's position."""
+    def rotary_positions_BS(self) -> Tensor:
+        """Every token's position; padding stays among the model's positions."""
         ...
 
 
@@ -62,10 +62,11 @@ class RotaryTable:
             like: its dtype and device.
         """
         if not self._is_fixed:
-            return self._computed(places.positions_BS, like)
+            return self._computed(places.rotary_positions_BS, like)
         cos_TW, sin_TW = self._up_to(places.length, like)
         if places.start is None:
-            return cos_TW[places.positions_BS], sin_TW[places.positions_BS]
+            positions_BS = places.rotary_positions_BS
+            return cos_TW[positions_BS], sin_TW[positions_BS]
         stop = places.start + places.num_tokens
         return cos_TW[places.start : stop], sin_TW[places.start : stop]
 

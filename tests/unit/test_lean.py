@@ -233,3 +233,31 @@ def test_heads_of_others_go_with_the_cache_that_used_them():
     del head, cache, logits
     gc.collect()
     assert gone() is None
+
+
+def test_padding_behind_the_last_position_does_not_stretch_the_others():
+    """A dynamic rotation takes the longest position of a call for the length of the text."""
+    import transformers
+
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    config = transformers.LlamaConfig(
+        **(SIZES | {"max_position_embeddings": 12, "rope_parameters": rope})
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    # The row of ten tokens gets one more, and is padded to four: behind the twelfth position.
+    rows, fed = [list(range(5, 15)), [5]], [[30], [31, 32, 33, 34]]
+
+    def last(is_lean: bool) -> torch.Tensor:
+        cache = RaggedCache(model, max_rows=2)
+        if not is_lean:
+            cache.lean = None
+        for _ in rows:
+            cache.join()
+        prefill(model, cache, dict(enumerate(rows)))
+        return forward(model, cache, fed).logits_NV
+
+    with torch.no_grad():
+        alone = model(torch.tensor([[*rows[0], *fed[0]]]), use_cache=False).logits[0, -1:]
+    for is_lean in (False, True):
+        torch.testing.assert_close(last(is_lean)[:1], alone, atol=2e-5, rtol=1e-4)

@@ -44,7 +44,7 @@ def places(starts: list[int], num_tokens: int) -> Any:
         start=starts[0] if len(set(starts)) == 1 else None,
         num_tokens=num_tokens,
         length=max(starts) + num_tokens,
-        positions_BS=torch.tensor(starts).unsqueeze(1) + torch.arange(num_tokens),
+        rotary_positions_BS=torch.tensor(starts).unsqueeze(1) + torch.arange(num_tokens),
     )
 
 
@@ -63,7 +63,7 @@ def test_a_table_rotates_as_the_model_does(
     asked = places(starts, 3)
     like = torch.zeros(1, dtype=dtype)
     vector = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
-    cos, sin = module_of(kind)(like, asked.positions_BS)
+    cos, sin = module_of(kind)(like, asked.rotary_positions_BS)
     expected, _ = apply_rotary_pos_emb(vector, vector, cos, sin, unsqueeze_dim=2)
     table = RotaryTable(module_of(kind))
     table.at(places([0], 5), like)  # a table that has to grow
